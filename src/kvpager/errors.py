@@ -1,0 +1,115 @@
+"""Every exception that kvpager raises on purpose.
+
+::
+
+    KVPagerError
+    |-- ConfigError (ValueError)          a setting is out of its range; names the field
+    |-- InputError (ValueError)           an argument has a wrong shape, dtype or value
+    |-- SequenceError (ValueError)        a sequence that is closed, or another pager's
+    |-- StepError (RuntimeError)          append, attend, commit or rollback out of order
+    |-- ThreadError (RuntimeError)        a call from a thread that does not own the pager
+    |-- PoolExhausted (RuntimeError)      frames are needed and nothing can be evicted
+    |-- PageLost (RuntimeError)           a live page could not be read back from swap
+    |-- SwapError (RuntimeError)          swap could not be opened or written
+    |   `-- SwapFull                      swap has reached its limit, or the disk is full
+    |-- CacheMismatch (RuntimeError)      a cache and an attention that don't belong together
+    |-- UnsupportedModel (ValueError)     an architecture that kvpager can't page
+    |-- ModelError (RuntimeError)         a model could not be loaded
+    |   |-- ModelNotFound                 nothing is there
+    |   |-- ModelCorrupt                  a truncated or wrong file
+    |   `-- ModelTooLarge                 it would not fit in memory
+    `-- MissingDependency (ImportError)   an extra is not installed; names the command
+
+Each is raised before anything has changed, or after the change has been undone. A broken invariant
+of kvpager itself is an ``AssertionError`` and never one of these.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheMismatch",
+    "ConfigError",
+    "InputError",
+    "KVPagerError",
+    "MissingDependency",
+    "ModelCorrupt",
+    "ModelError",
+    "ModelNotFound",
+    "ModelTooLarge",
+    "PageLost",
+    "PoolExhausted",
+    "SequenceError",
+    "StepError",
+    "SwapError",
+    "SwapFull",
+    "ThreadError",
+    "UnsupportedModel",
+]
+
+
+class KVPagerError(Exception):
+    """The root of the tree: catch this to catch all that kvpager raises on purpose."""
+
+
+class ConfigError(KVPagerError, ValueError):
+    """A setting is out of its range; the message names the field, the value and what is allowed."""
+
+
+class InputError(KVPagerError, ValueError):
+    """An argument has a wrong shape, dtype or value; the message names it and what is allowed."""
+
+
+class SequenceError(KVPagerError, ValueError):
+    """The sequence is closed, or belongs to another pager."""
+
+
+class StepError(KVPagerError, RuntimeError):
+    """A call of a step came out of order (append, attend, commit, rollback)."""
+
+
+class ThreadError(KVPagerError, RuntimeError):
+    """The call came from a thread that does not own the pager."""
+
+
+class PoolExhausted(KVPagerError, RuntimeError):
+    """Frames are needed and nothing can be evicted; the message says how many, and how many there are."""
+
+
+class PageLost(KVPagerError, RuntimeError):
+    """A live page could not be read back from swap: it is missing or its checksum differs."""
+
+
+class SwapError(KVPagerError, RuntimeError):
+    """Swap could not be opened, written or read."""
+
+
+class SwapFull(SwapError):
+    """Swap has reached its limit, or its disk is full."""
+
+
+class CacheMismatch(KVPagerError, RuntimeError):
+    """A PagerCache was used with another attention, or kvpager's attention with another cache."""
+
+
+class UnsupportedModel(KVPagerError, ValueError):
+    """The architecture can't be paged; the message names it and says why."""
+
+
+class ModelError(KVPagerError, RuntimeError):
+    """A model could not be loaded."""
+
+
+class ModelNotFound(ModelError):
+    """There is no model at the given place."""
+
+
+class ModelCorrupt(ModelError):
+    """A model file is truncated, damaged or of another kind."""
+
+
+class ModelTooLarge(ModelError):
+    """The model would not fit in the memory that is free; the message gives both in GB."""
+
+
+class MissingDependency(KVPagerError, ImportError):
+    """An optional package is not installed; the message gives the command that installs it."""

@@ -1,0 +1,70 @@
+"""Plain counters and sizes that the core fills and others report."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import asdict, dataclass
+
+__all__ = ["PagerStats", "peak_rss_bytes"]
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has held at once (its peak resident set), in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class PagerStats:
+    """One look at a pager. Bytes are bytes allocated, so that memory is told whole (promise 7).
+
+    pool_bytes          the frames
+    digest_bytes        the pages' digests
+    table_bytes         page table, block table, scores and the books of the pool
+    resident_bytes      the sum of the three
+    full_kv_bytes       what a full cache holds for the most tokens that were held at once
+    swap_bytes          what swap holds (memory, or bytes of the file)
+    peak_rss_bytes      the process's peak resident set
+    frames, frames_used the pool's size, and frames that hold a page
+    sequences, tokens   open sequences, and tokens that they hold together
+    cached_blocks       full blocks of closed sequences, kept for reuse
+    recalls, evictions  pages read back from swap; pages that left the pool and stayed readable
+    discards            pages that were dropped for good (mode "discard")
+    swap_writes         pages written to swap
+    faults              groups of pages of which at least one was absent
+    tiles               tiles attended, over all layers
+    pages_attended      pages that tiles attended to, over all layers
+    prefix_tokens_hit   tokens that `open` found in blocks already held
+    mass_coverage       the estimated share of attention that the selections kept, mean over tiles (1.0: nothing left out)
+    """
+
+    pool_bytes: int
+    digest_bytes: int
+    table_bytes: int
+    full_kv_bytes: int
+    swap_bytes: int
+    peak_rss_bytes: int
+    frames: int
+    frames_used: int
+    sequences: int
+    tokens: int
+    cached_blocks: int
+    recalls: int
+    evictions: int
+    discards: int
+    swap_writes: int
+    faults: int
+    tiles: int
+    pages_attended: int
+    prefix_tokens_hit: int
+    mass_coverage: float
+
+    @property
+    def resident_bytes(self) -> int:
+        """Frames, digests and tables together."""
+        return self.pool_bytes + self.digest_bytes + self.table_bytes
+
+    def as_dict(self) -> dict[str, int | float]:
+        """All figures, `resident_bytes` among them, for JSON."""
+        return {**asdict(self), "resident_bytes": self.resident_bytes}
