@@ -1,0 +1,115 @@
+"""Swap in a memory-mapped file that nobody else sees and that never outlives the process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from kvpager.errors import SwapError, SwapFull
+from kvpager.ports import Bytes, IntArray
+from kvpager.swap.slots import SlabSwap
+
+__all__ = ["FileSwap"]
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FileSwap(SlabSwap):
+    """Pages in a file that is mapped into memory slab by slab.
+
+    A write is a copy into the system's page cache, which is written to disk behind it; a read is a copy out of
+    it, from disk where it has to be. Every slab's space is reserved before it is mapped: a full disk is SwapFull,
+    never a fault in the middle of a copy.
+
+    `path` is a file that does not exist yet, or a folder, in which a file with a name of its own is made. The file
+    is only for its owner (mode 0600) and loses its name as soon as it is open, so that nothing is left behind even
+    when the process is killed. Where a file system does not allow that, the file is removed at `close`, when
+    the swap is collected, or when the interpreter ends. Raises SwapError when the file can't be made.
+    """
+
+    def __init__(self, path: str | Path, page_bytes: int, limit_bytes: int) -> None:
+        super().__init__(page_bytes, limit_bytes, granularity=mmap.ALLOCATIONGRANULARITY)
+        self.path, self._fd = _create(Path(path).expanduser())
+        self._maps: list[mmap.mmap] = []
+        named: str | None = str(self.path)
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+            named = None
+        self._finalizer = weakref.finalize(self, _release, self._fd, named, os.getpid())
+
+    def prefetch(self, slots: IntArray) -> None:
+        """Ask the system to read these slots ahead (madvise WILLNEED over runs of neighbours)."""
+        self._check_open()
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        ordered = np.unique(slots)
+        ordered = ordered[self._known(ordered)]
+        owner = np.searchsorted(self._ends, ordered, side="right")
+        breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(owner) != 0)) + 1
+        for run in np.split(np.arange(len(ordered)), breaks) if len(ordered) else ():
+            index = int(owner[run[0]])
+            start = int(self._ends[index]) - len(self._slabs[index])
+            first = (int(ordered[run[0]]) - start) * self.page_bytes
+            stop = (int(ordered[run[-1]]) + 1 - start) * self.page_bytes
+            first -= first % mmap.PAGESIZE
+            with contextlib.suppress(OSError):  # only a hint
+                self._maps[index].madvise(mmap.MADV_WILLNEED, first, stop - first)
+
+    def close(self) -> None:
+        """Unmap, close and remove the file; idempotent."""
+        super().close()
+        self._maps.clear()
+        self._finalizer()
+
+    def _add_slab(self, slots: int) -> Bytes:
+        offset, length = self.nbytes, slots * self.page_bytes
+        try:
+            _reserve(self._fd, offset, length)
+            mapped = mmap.mmap(self._fd, length, offset=offset)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, offset)
+            message = f"swap file {self.path}: no room for {length} more bytes ({offset} bytes held): {error.strerror}"
+            raise (SwapFull if error.errno in _NO_ROOM else SwapError)(message) from error
+        self._maps.append(mapped)
+        return np.frombuffer(mapped, np.uint8).reshape(slots, self.page_bytes)
+
+
+def _create(path: Path) -> tuple[Path, int]:
+    """Make the file, or one inside the folder; returns its path and descriptor."""
+    try:
+        if path.is_dir():
+            fd, name = tempfile.mkstemp(prefix="kvpager-", suffix=".swap", dir=path)
+            return Path(name), fd
+        return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise SwapError(f"swap file {path} exists already; give a path that does not exist, or a folder") from error
+    except OSError as error:
+        raise SwapError(f"swap file {path} can't be made: {error.strerror}") from error
+
+
+def _reserve(fd: int, offset: int, length: int) -> None:
+    """Extend the file to offset + length with space that is really there."""
+    if sys.platform != "darwin":
+        os.posix_fallocate(fd, offset, length)
+        return
+    zeros = bytes(min(length, 2**20))
+    while length:
+        written = os.pwrite(fd, zeros[:length], offset)
+        offset, length = offset + written, length - written
+
+
+def _release(fd: int, named: str | None, pid: int) -> None:
+    """Close the file, and remove it if it still has its name. A forked child leaves its parent's file alone."""
+    os.close(fd)
+    if named is not None and os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.unlink(named)
