@@ -1,0 +1,173 @@
+"""The composition root: from what a user asked for to a wired model, pager and cache.
+
+Everything here works on plain options, so that the command line, tests and later the server build the
+same things in the same way. Heavy packages (torch, transformers) are imported only by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpager.config import DigestKind, KVShape, Mode, PagerConfig, PolicyName, parse_size
+from kvpager.errors import ConfigError, SwapError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpager.hf import PagerCache
+    from kvpager.models import LoadedModel
+
+__all__ = ["PagerOptions", "cache_directory", "load_model", "make_cache", "pager_config"]
+
+KERNELS = ("reference",)
+DEFAULT_POOL_BYTES = 256 * 2**20
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+@dataclass(frozen=True)
+class PagerOptions:
+    """What a user says about paging, before the request and the model are known.
+
+    pool        text: frames ("512"), a size ("64MiB"), or a share of the request's full KV ("25%"); None: see
+                `pager_config`.
+    memory      text: a size that bounds frames, digests and tables together; excludes `pool`.
+    budget      past tokens a KV head attends to; None for all.
+    swap        "memory", a path (a new file, or a folder), or None for a file of its own under the cache directory.
+    The others are as in :class:`~kvpager.config.PagerConfig`.
+    """
+
+    pool: str | None = None
+    memory: str | None = None
+    budget: int | None = None
+    mode: Mode = "recall"
+    policy: PolicyName = "attention"
+    digest: DigestKind = "2bit"
+    page_size: int = 16
+    tile: int = 64
+    swap: str | None = None
+    swap_limit: str = "64GiB"
+    kernel: str = "reference"
+    seed: int = 0
+
+
+def cache_directory() -> Path:
+    """Where kvpager keeps files that can be made again: ``$XDG_CACHE_HOME/kvpager``, or ``~/.cache/kvpager``."""
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "kvpager"
+
+
+def full_frames(tokens: int, shape: KVShape, page_size: int) -> int:
+    """Frames that hold every page of `tokens` tokens of one sequence."""
+    return -(-tokens // page_size) * shape.layers * shape.kv_heads
+
+
+def pool_frames(pool: str, tokens: int, shape: KVShape, page_size: int) -> int:
+    """The frames that `pool` names: frames, a size, or a share of the full KV of `tokens` tokens.
+
+    Raises ConfigError that names the value and the three forms.
+    """
+    percent = _PERCENT.fullmatch(pool)
+    if percent is not None:
+        share = float(percent.group(1)) / 100
+        if not 0 < share <= 1:
+            raise ConfigError(f"pool: {pool!r} is not above 0% and at most 100%")
+        return max(1, int(full_frames(tokens, shape, page_size) * share))
+    if pool.strip().isdigit():
+        frames = int(pool)
+        if frames < 1:
+            raise ConfigError(f"pool: {pool!r} is not above zero")
+        return frames
+    try:
+        size = parse_size(pool, "pool")
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or frames as in 512, or a share of the full KV as in 25%") from None
+    frames = size // shape.page_bytes(page_size)
+    if frames < 1:
+        raise ConfigError(f"pool: {pool!r} holds no page; one is {shape.page_bytes(page_size)} bytes")
+    return frames
+
+
+def pager_config(options: PagerOptions, tokens: int, shape: KVShape) -> PagerConfig:
+    """The pager's configuration for a request of `tokens` tokens (prompt and answer together).
+
+    Without `pool` and `memory` the pool holds the request's full KV, up to 256 MiB. Raises ConfigError
+    when a value is out of its range or when both `pool` and `memory` are given.
+    """
+    if options.pool is not None and options.memory is not None:
+        raise ConfigError("memory: give either --memory or --pool, not both")
+    frames: int | None = None
+    if options.pool is not None:
+        frames = pool_frames(options.pool, tokens, shape, options.page_size)
+    elif options.memory is None:
+        limit = DEFAULT_POOL_BYTES // shape.page_bytes(options.page_size)
+        frames = min(full_frames(tokens, shape, options.page_size), max(1, limit))
+    return PagerConfig(
+        pool=frames,
+        memory=options.memory,
+        max_tokens=tokens,
+        budget=options.budget,
+        mode=options.mode,
+        policy=options.policy,
+        digest=options.digest,
+        page_size=options.page_size,
+        tile=options.tile,
+        swap=_swap(options),
+        swap_limit=options.swap_limit,
+        seed=options.seed,
+    )
+
+
+def _swap(options: PagerOptions) -> str | Path:
+    if options.swap == "memory" or options.mode == "discard":
+        return "memory"
+    # In a folder every pager makes a file of its own, which is gone when the pager closes or the process ends.
+    return Path(options.swap) if options.swap is not None else cache_directory() / "swap"
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SwapError(f"swap: {path} can't be made ({error.strerror}); give --swap memory or a path") from error
+
+
+def load_model(
+    name: str, *, dtype: str = "auto", threads: int | None = None, progress: Callable[[str], None] | None = None
+) -> LoadedModel:
+    """Load a model with kvpager's attention; `threads` sets PyTorch's for this process.
+
+    Raises ModelNotFound, ModelCorrupt, ModelTooLarge, UnsupportedModel or MissingDependency.
+    """
+    from kvpager.models import load, require_packages
+
+    require_packages()
+    import torch
+
+    import kvpager.hf
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    kvpager.hf.register()
+    return load(name, dtype=dtype, attn_implementation="kvpager", progress=progress)
+
+
+def make_cache(model: LoadedModel, options: PagerOptions, tokens: int) -> PagerCache:
+    """A cache for one request of `tokens` tokens; the caller closes it.
+
+    Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged.
+    """
+    from kvpager.hf import PagerCache, kv_shape
+
+    if options.kernel not in KERNELS:
+        raise ConfigError(f"kernel: {options.kernel!r} is not one of {', '.join(KERNELS)}")
+    shape = kv_shape(model.model.config, model.dtype)
+    config = pager_config(options, tokens, shape)
+    if options.swap is None and isinstance(config.swap, Path):
+        _make_folder(config.swap)
+    return PagerCache(model.model.config, config, dtype=model.dtype)

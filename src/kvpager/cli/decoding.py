@@ -1,0 +1,175 @@
+"""The loop of ``kvpager generate``: prefill in chunks, then a token at a time, with text that streams cleanly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpager.hf import PagerCache
+    from kvpager.models import LoadedModel
+
+__all__ = ["Generation", "Sampler", "TextStream", "generate"]
+
+PREFILL_CHUNK = 512  # tokens at least; progress shows after each chunk
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What :func:`generate` wrote, and how long it took. `token_ids` ends before the end mark."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    steps: int  # forward passes after the prefill
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens read a second."""
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens written a second after the first, which the prefill gives; None without such."""
+        return self.steps / self.decode_seconds if self.steps else None
+
+
+class Sampler:
+    """Picks the next token from logits: the likeliest at temperature 0, else a draw with a generator of its own."""
+
+    def __init__(self, temperature: float, top_p: float, seed: int) -> None:
+        import torch
+
+        self.temperature = temperature
+        self.top_p = top_p
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        """The next token's id; `logits` is [vocabulary], any float dtype."""
+        import torch
+
+        if self.temperature == 0:
+            return int(logits.argmax())
+        # Subtracting the maximum first keeps tiny temperatures from overflowing.
+        scaled = (logits.double() - logits.max().double()) / self.temperature
+        probability, ids = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
+        before = probability.cumsum(-1) - probability
+        probability[before >= self.top_p] = 0.0  # the likeliest one stays always
+        return int(ids[torch.multinomial(probability, 1, generator=self._generator)])
+
+
+@dataclass
+class TextStream:
+    """Text from tokens as they come, never half a character.
+
+    A character can take several tokens, and a token's text can depend on the one before it. So each new token
+    is decoded together with a few before it, and the text is held back while it ends in the middle of a character.
+    All that was given out, joined, is the text of all tokens decoded at once.
+    """
+
+    decode: Callable[[list[int]], str]
+    ids: list[int] = field(default_factory=list)
+    text: str = ""  # given out so far
+    _context: int = 0  # ids from here on are decoded again
+    _done: int = 0  # ids whose text was given out
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        self.ids.append(token_id)
+        old = self.decode(self.ids[self._context : self._done])
+        new = self.decode(self.ids[self._context :])
+        if len(new) <= len(old) or new.endswith("\ufffd") or not new.startswith(old):
+            return ""
+        self._context, self._done = self._done, len(self.ids)
+        return self._give(new[len(old) :])
+
+    def finish(self) -> str:
+        """What was held back: at the end a character that never became whole is shown as a mark."""
+        return self._give(self.decode(self.ids)[len(self.text) :])
+
+    def _give(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+def generate(
+    loaded: LoadedModel,
+    cache: PagerCache,
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    sampler: Sampler,
+    on_prefill: Callable[[int], None] = lambda done: None,
+    on_text: Callable[[str], None] | None = None,
+) -> Generation:
+    """Read `prompt`, then write up to `max_tokens` tokens; stops before an end mark of the model.
+
+    `on_prefill` gets the tokens read so far; `on_text` gets text as it is complete. The cache must be empty.
+    """
+    import torch
+
+    tokenizer = loaded.tokenizer
+    stream = TextStream(
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    )
+    give = on_text if on_text is not None else lambda text: None
+    finish: Literal["stop", "length"] = "length"
+    steps = 0
+    with torch.inference_mode():
+        started = time.perf_counter()
+        logits = _prefill(loaded.model, cache, prompt, on_prefill)
+        token = sampler(logits)
+        decode_started = time.perf_counter()
+        for remaining in range(max_tokens, 0, -1):
+            if token in loaded.end_ids:
+                finish = "stop"
+                break
+            if text := stream.push(token):
+                give(text)
+            if remaining > 1:
+                token = sampler(_forward(loaded.model, cache, [token]))
+                steps += 1
+        ended = time.perf_counter()
+    if text := stream.finish():
+        give(text)
+    return Generation(
+        token_ids=stream.ids,
+        text=stream.text,
+        finish_reason=finish,
+        prompt_tokens=len(prompt),
+        prefill_seconds=decode_started - started,
+        decode_seconds=ended - decode_started,
+        steps=steps,
+    )
+
+
+def chunks(length: int, tile: int) -> Iterable[tuple[int, int]]:
+    """(start, stop) of the prefill's chunks: whole tiles, but for the last."""
+    step = -(-PREFILL_CHUNK // tile) * tile
+    return ((start, min(start + step, length)) for start in range(0, length, step))
+
+
+def _prefill(model: Any, cache: PagerCache, prompt: list[int], on_prefill: Callable[[int], None]) -> torch.Tensor:
+    logits = None
+    for start, stop in chunks(len(prompt), cache.pager.config.tile):
+        logits = _forward(model, cache, prompt[start:stop])
+        on_prefill(stop)
+    assert logits is not None, "a prompt has at least one token"
+    return logits
+
+
+def _forward(model: Any, cache: PagerCache, token_ids: list[int]) -> torch.Tensor:
+    """Logits after the last of `token_ids`, float [vocabulary]."""
+    import torch
+
+    inputs = torch.tensor([token_ids], device=model.device)
+    output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: torch.Tensor = output.logits[0, -1]
+    return logits

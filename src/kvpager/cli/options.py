@@ -1,0 +1,166 @@
+"""Options that several commands share, and the checks of their values.
+
+A value that is out of its range is refused by argparse (exit code 2) before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+from kvpager.build import KERNELS, PagerOptions
+from kvpager.config import DIGESTS, MODES, POLICIES, parse_size
+from kvpager.errors import ConfigError
+
+__all__ = ["add_model_options", "add_pager_options", "pager_options", "positive", "size", "whole"]
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEFAULT_MODEL = "smollm2-135m"
+
+_POOL_SHARE = re.compile(r"\d+(?:\.\d+)?\s*%")
+
+
+def whole(low: int, high: int = 2**40) -> Callable[[str], int]:
+    """An argparse type: a whole number in `low`..`high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not in {low}..{high}")
+        return value
+
+    return parse
+
+
+positive = whole(1)
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """An argparse type: a number in `low`..`high` (NaN is none)."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not in {low:g}..{high:g}")
+        return value
+
+    return parse
+
+
+def size(text: str) -> str:
+    """An argparse type: a size such as 64MiB; kept as text, since who reads it says it in messages."""
+    try:
+        parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("size: ")) from None
+    return text
+
+
+def pool(text: str) -> str:
+    """An argparse type: frames, a size, or a share of the full KV in per cent."""
+    if text.isdigit() and int(text) > 0:
+        return text
+    if _POOL_SHARE.fullmatch(text):
+        if not 0 < float(text.rstrip("% ")) <= 100:
+            raise argparse.ArgumentTypeError(f"{text!r} is not above 0% and at most 100%")
+        return text
+    try:
+        return size(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of: frames (512), a size (64MiB), a share (25%)") from None
+
+
+def budget(text: str) -> int | None:
+    """An argparse type: tokens, or "none"."""
+    return None if text.lower() == "none" else positive(text)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model``, ``--dtype`` and ``--threads``."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="NAME",
+        help="a folder of Hugging Face files, a .gguf file, a Hugging Face id, or smollm2-135m (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="number format of weights and pages (default: the model's own)"
+    )
+    group.add_argument("--threads", type=whole(1, 4096), metavar="N", help="threads for the model (default: PyTorch's)")
+
+
+def add_pager_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`pager_options` reads, ``--seed`` among them."""
+    group = parser.add_argument_group("paging")
+    group.add_argument(
+        "--memory", type=size, metavar="SIZE", help="bound on frames, digests and tables together, as in 64MiB"
+    )
+    group.add_argument(
+        "--pool",
+        type=pool,
+        metavar="SIZE|FRAMES|SHARE",
+        help="frames alone, for experts: a size (64MiB), a number of frames (512), or a share of the request's "
+        "full KV (25%%) (default: the full KV, up to 256MiB)",
+    )
+    group.add_argument(
+        "--budget",
+        type=budget,
+        metavar="TOKENS|none",
+        help="past tokens that a KV head attends to; none means all, and then the text does not change (default: none)",
+    )
+    group.add_argument(
+        "--mode", choices=MODES, default="recall", help="what happens to evicted pages (default: recall)"
+    )
+    group.add_argument(
+        "--policy", choices=POLICIES, default="attention", help="which page leaves first (default: attention)"
+    )
+    group.add_argument("--digest", choices=DIGESTS, default="2bit", help="what selection reads (default: 2bit)")
+    group.add_argument("--page-size", type=int, choices=(8, 16, 32), default=16, help="tokens a page (default: 16)")
+    group.add_argument(
+        "--tile", type=whole(1, 1024), default=64, metavar="N", help="queries that share a selection (default: 64)"
+    )
+    group.add_argument(
+        "--swap", metavar="memory|PATH", help="where evicted pages go (default: a file under the cache directory)"
+    )
+    group.add_argument(
+        "--swap-limit", type=size, default="64GiB", metavar="SIZE", help="the most that swap may hold (default: 64GiB)"
+    )
+    group.add_argument(
+        "--kernel", choices=KERNELS, default="reference", help="who computes attention (default: reference)"
+    )
+    group.add_argument(
+        "--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="of everything that is random (default: 0)"
+    )
+
+
+def pager_options(args: argparse.Namespace) -> PagerOptions:
+    """What :func:`add_pager_options` parsed, for :mod:`kvpager.build`.
+
+    Raises ConfigError for combinations that can't be: pool with memory, discard without a budget.
+    """
+    if args.pool is not None and args.memory is not None:
+        raise ConfigError("memory: give either --memory or --pool, not both")
+    if args.mode == "discard" and args.budget is None:
+        raise ConfigError("budget: --mode discard needs --budget TOKENS")
+    return PagerOptions(
+        pool=args.pool,
+        memory=args.memory,
+        budget=args.budget,
+        mode=args.mode,
+        policy=args.policy,
+        digest=args.digest,
+        page_size=args.page_size,
+        tile=args.tile,
+        swap=args.swap,
+        swap_limit=args.swap_limit,
+        kernel=args.kernel,
+        seed=args.seed,
+    )
