@@ -1,0 +1,203 @@
+"""What is known about every page, over time: the numbers from which eviction policies choose.
+
+One :class:`AttentionScorer` serves a pager. It keeps a few numbers for each page, in one array a field,
+and only the fields that the policy asks for, so that the books stay below 16 bytes a page. Policies get
+them as a :class:`PageNumbers` and never see keys or values.
+
+Time is counted in ticks. A tick is one tile of queries passing through the model (a decode step is one
+tick); inside it layers run one after the other, layer 0 first. Ticks never go back. When one forward
+gives a layer several tiles before the next layer runs, each further tile is a tick of its own, and the
+next layer goes on in the tick that the layer before it reached: so (tick, layer) is always the order in
+which things happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.ports import FloatArray, IntArray
+
+__all__ = ["FIELDS", "WINDOW", "AttentionScorer", "PageNumbers"]
+
+Int32Array = npt.NDArray[np.int32]
+
+FIELDS = frozenset({"mass", "total", "last", "window", "estimate"})
+"""The fields that are kept only where a policy needs them."""
+
+WINDOW = 32
+"""Queries of SnapKV's observation window."""
+
+RATIO_MAX = np.float32(6e4)  # estimates are held as float16, which ends at 65,504
+
+
+@dataclass(frozen=True, slots=True)
+class PageNumbers:
+    """What is known about n pages: arrays of n, aligned, one entry a page.
+
+    mass           float32, decayed attention mass: each time that the page is attended to, the largest mass that a
+                   query of the tile and group gave it, or what was there before times the decay, whichever is more
+    total          float32, all mass ever given, summed over queries, mean over the query group (H2O)
+    last           float32, mass that the last query gave when the page was last attended to, mean over the group (TOVA)
+    window         float32, mass that the last 32 queries of the latest tile of several queries gave, summed over them,
+                   mean over the group (SnapKV's observation window); NaN where no such tile attended to the page
+    estimate       float32, at the layer's last selection, the page's estimated mass over the selection's threshold:
+                   1 and above was selected; NaN where the page was never a candidate
+    last_used      int32, tick at which the page was last attended to (or written)
+    born           int32, tick at which the page was first written
+    position       int32, index of the page's block in its sequence
+    layer, head    int32
+    now            the tick
+    current_layer  the layer that is running
+    layers         layers of the model
+    grace          ticks for which a new page is kept
+    again          whether the running layer has another tile to run before the next layer's turn
+
+    Fields that the policy doesn't need are NaN throughout.
+    """
+
+    mass: FloatArray
+    total: FloatArray
+    last: FloatArray
+    window: FloatArray
+    estimate: FloatArray
+    last_used: Int32Array
+    born: Int32Array
+    position: Int32Array
+    layer: Int32Array
+    head: Int32Array
+    now: int
+    current_layer: int
+    layers: int = 1
+    grace: int = 0
+    again: bool = False
+
+    def __len__(self) -> int:
+        return len(self.last_used)
+
+    @property
+    def young(self) -> npt.NDArray[np.bool_]:
+        """bool [n]: pages younger than the grace period."""
+        return np.asarray(self.now - self.born < self.grace)
+
+
+class AttentionScorer:
+    """Page mass over time, for the pages of all sequences.
+
+    Pages are addressed by (row, layer, head): a row is a block's row in the page table. ``flat`` indices are
+    ``(row * layers + layer) * kv_heads + head``.
+
+    Args:
+        layers, kv_heads: the model's.
+        needs: the fields to keep, out of :data:`FIELDS`; 4 bytes a page each (``estimate`` 2).
+        decay: factor on a page's mass each time that it is attended to, above 0 and at most 1. It doesn't
+            depend on the clock, so that what other sequences do never changes the order of one's pages.
+        grace: ticks for which score-based policies keep a new page.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, needs: Iterable[str], decay: float, grace: int) -> None:
+        self.layers = layers
+        self.kv_heads = kv_heads
+        self.needs = frozenset(needs)
+        self.decay = np.float32(decay)
+        self.grace = grace
+        if not self.needs <= FIELDS:
+            raise ValueError(f"needs: {sorted(self.needs - FIELDS)} is not among {sorted(FIELDS)}")
+        pages = (0, layers, kv_heads)
+        self._last_used = np.zeros(pages, np.int32)
+        self._born = np.zeros((0, layers), np.int32)
+        self._position = np.zeros(0, np.int32)
+        self._fields: dict[str, npt.NDArray[np.floating]] = {
+            name: np.zeros(pages, np.float16 if name == "estimate" else np.float32) for name in sorted(self.needs)
+        }
+
+    @property
+    def rows(self) -> int:
+        """Block rows that there is room for."""
+        return len(self._position)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = [self._last_used, self._born, self._position, *self._fields.values()]
+        return sum(array.nbytes for array in arrays)
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` block rows in all; less than there is changes nothing."""
+        more = rows - self.rows
+        if more <= 0:
+            return
+
+        def longer(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+            return np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)])
+
+        self._last_used = longer(self._last_used)  # type: ignore[assignment]
+        self._born = longer(self._born)  # type: ignore[assignment]
+        self._position = longer(self._position)  # type: ignore[assignment]
+        self._fields = {name: longer(array) for name, array in self._fields.items()}  # type: ignore[misc]
+
+    def born(self, rows: IntArray, layer: int, positions: IntArray, tick: int) -> None:
+        """Start the pages of new blocks in one layer (all heads): rows [n], block indices [n]."""
+        self._position[rows] = positions
+        self._born[rows, layer] = tick
+        self._last_used[rows, layer] = tick
+        for name, field in self._fields.items():
+            field[rows, layer] = np.nan if name in ("window", "estimate") else 0
+
+    def observe(self, rows: IntArray, layer: int, heads: IntArray, mass: FloatArray, tick: int) -> None:
+        """Take in what one tile gave to the pages that it attended to.
+
+        rows, heads [n], each page once; mass float32 [n, G, T], the softmax mass that each query gave each page.
+        """
+        self._last_used[rows, layer, heads] = tick
+        fields = self._fields
+        if "mass" in fields:
+            faded = fields["mass"][rows, layer, heads] * self.decay
+            fields["mass"][rows, layer, heads] = np.maximum(faded, mass.max(axis=(1, 2)))
+        if "total" in fields:
+            fields["total"][rows, layer, heads] += mass.sum(axis=2).mean(axis=1)
+        if "last" in fields:
+            fields["last"][rows, layer, heads] = mass[:, :, -1].mean(axis=1)
+        if "window" in fields and mass.shape[2] > 1:
+            fields["window"][rows, layer, heads] = mass[:, :, -WINDOW:].sum(axis=2).mean(axis=1)
+
+    def estimated(self, rows: IntArray, layer: int, ratio: FloatArray, tick: int) -> None:
+        """Take in one selection: ratio float32 [H, n], estimated mass over threshold of each candidate row [n]."""
+        if "estimate" in self._fields:
+            self._fields["estimate"][rows, layer] = np.minimum(ratio.T, RATIO_MAX)
+
+    def copy(self, source_row: int, target_row: int) -> None:
+        """Copy all that is known about a block's pages to another row (a block was copied)."""
+        for array in (self._last_used, self._born, self._position, *self._fields.values()):
+            array[target_row] = array[source_row]
+
+    def numbers(self, flat: IntArray, tick: int, current_layer: int, again: bool = False) -> PageNumbers:
+        """What is known about the pages of flat indices [n], as copies."""
+        of_layer, head = np.divmod(flat, self.kv_heads)
+        row, layer = np.divmod(of_layer, self.layers)
+        unknown = np.broadcast_to(np.float32(np.nan), flat.shape)
+
+        def field(name: str) -> FloatArray:
+            kept = self._fields.get(name)
+            return unknown if kept is None else kept.reshape(-1)[flat].astype(np.float32, copy=False)
+
+        return PageNumbers(
+            mass=field("mass"),
+            total=field("total"),
+            last=field("last"),
+            window=field("window"),
+            estimate=field("estimate"),
+            last_used=self._last_used.reshape(-1)[flat],
+            born=self._born.reshape(-1)[of_layer],
+            position=self._position[row],
+            layer=layer.astype(np.int32),
+            head=head.astype(np.int32),
+            now=tick,
+            current_layer=current_layer,
+            layers=self.layers,
+            grace=self.grace,
+            again=again,
+        )
