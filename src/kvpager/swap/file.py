@@ -53,17 +53,19 @@ class FileSwap(SlabSwap):
             return
         ordered = np.unique(slots)
         ordered = ordered[self._known(ordered)]
-        owner = np.searchsorted(self._ends, ordered, side="right")
+        if not len(ordered):
+            return
+        owner = self._owner(ordered)
         most = 1 + _GAP_BYTES // self.page_bytes
-        breaks = np.flatnonzero((np.diff(ordered) > most) | (np.diff(owner) != 0)) + 1
-        for run in np.split(np.arange(len(ordered)), breaks) if len(ordered) else ():
-            index = int(owner[run[0]])
-            start = int(self._ends[index]) - len(self._slabs[index])
-            first = (int(ordered[run[0]]) - start) * self.page_bytes
-            stop = (int(ordered[run[-1]]) + 1 - start) * self.page_bytes
-            first -= first % mmap.PAGESIZE
-            with contextlib.suppress(OSError):  # only a hint
-                self._maps[index].madvise(mmap.MADV_WILLNEED, first, stop - first)
+        last = np.append((np.diff(ordered) > most) | (np.diff(owner) != 0), True)
+        first = np.append(True, last[:-1])
+        places = ordered - self._starts[owner]
+        begins = places[first] * self.page_bytes
+        begins -= begins % mmap.PAGESIZE
+        sizes = (places[last] + 1) * self.page_bytes - begins
+        with contextlib.suppress(OSError):  # only a hint
+            for index, begin, size in zip(owner[first].tolist(), begins.tolist(), sizes.tolist(), strict=True):
+                self._maps[index].madvise(mmap.MADV_WILLNEED, begin, size)
 
     def close(self) -> None:
         """Unmap, close and remove the file; idempotent."""

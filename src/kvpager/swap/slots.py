@@ -48,7 +48,7 @@ class SlabSwap(ABC):
         self._limit_slots = min(limit_bytes // page_bytes, _MOST_SLOTS)
         self._multiple = granularity // gcd(granularity, page_bytes)
         self._slabs: list[Bytes] = []
-        self._ends = np.zeros(0, np.int64)  # the slot after each slab's last one
+        self._starts = np.zeros(0, np.int64)  # each slab's first slot
         self._crc = np.zeros(0, np.uint32)
         self._live = np.zeros(0, np.bool_)
         self._free = np.zeros(0, np.int32)  # a stack: [:_free_count] are free, the last is used next
@@ -128,7 +128,7 @@ class SlabSwap(ABC):
         """Release everything; idempotent."""
         self._closed = True
         self._slabs.clear()
-        self._ends = self._ends[:0].copy()
+        self._starts = self._starts[:0].copy()
         self._crc = self._crc[:0].copy()
         self._live = self._live[:0].copy()
         self._free = self._free[:0].copy()
@@ -141,7 +141,7 @@ class SlabSwap(ABC):
 
     def _count_bytes(self) -> None:
         self.nbytes = self._capacity * self.page_bytes
-        self.table_bytes = self._crc.nbytes + self._live.nbytes + self._free.nbytes + self._ends.nbytes
+        self.table_bytes = self._crc.nbytes + self._live.nbytes + self._free.nbytes + self._starts.nbytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -152,18 +152,22 @@ class SlabSwap(ABC):
         inside = (slots >= 0) & (slots < self._capacity)
         return inside & self._live[np.where(inside, slots, 0)] if self._capacity else inside
 
+    def _owner(self, slots: IntArray) -> IntArray:
+        """The index of the slab that each slot lies in."""
+        return np.searchsorted(self._starts, slots, side="right") - 1
+
     def _by_slab(self, slots: IntArray) -> Iterator[tuple[Bytes, IntArray | slice, IntArray]]:
         """Slots, sorted into slabs: the slab, which of `slots` lie in it, and their places in it."""
-        owner = np.searchsorted(self._ends, slots, side="right")
-        for index in np.unique(owner):
-            slab = self._slabs[index]
-            start = int(self._ends[index]) - len(slab)
-            inside = owner == index
-            if inside.all():
-                yield slab, slice(None), slots - start
-                return
-            rows = np.flatnonzero(inside)
-            yield slab, rows, slots[rows] - start
+        if len(self._slabs) == 1:
+            yield self._slabs[0], slice(None), slots
+            return
+        owner = self._owner(slots)
+        order = np.argsort(owner, kind="stable")
+        present, first = np.unique(owner[order], return_index=True)
+        places = slots[order] - self._starts[owner[order]]
+        edges = np.append(first, len(order)).tolist()
+        for index, start, stop in zip(present.tolist(), edges[:-1], edges[1:], strict=True):
+            yield self._slabs[index], order[start:stop], places[start:stop]
 
     def _grow(self, count: int) -> None:
         """Add a slab so that `count` slots are free."""
@@ -186,7 +190,7 @@ class SlabSwap(ABC):
         first = self._capacity
         fresh = np.arange(first + len(slab) - 1, first - 1, -1, dtype=np.int32)
         self._slabs.append(slab)
-        self._ends = np.append(self._ends, first + len(slab))
+        self._starts = np.append(self._starts, first)
         self._crc = np.concatenate([self._crc, np.zeros(len(slab), np.uint32)])
         self._live = np.concatenate([self._live, np.zeros(len(slab), np.bool_)])
         # New slots go below the ones that were free already, which are used first.
