@@ -51,6 +51,7 @@ class PageList:
     heads: IntArray  # [n] KV head of each page
     starts: IntArray  # [n] position of each page's first token
     counts: IntArray  # [n] tokens of each page that are written
+    kv_heads: int  # H, of the layer; `heads` need not name them all
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Swap(Protocol):
     """Page-granular, process-local place below the pool. Slots are whole numbers from 0, given by `write`.
 
     Every slot carries a checksum. `read` raises PageLost when a slot was never written, was freed, or differs
-    from what was written; `write` raises SwapFull at its limit (nothing written then), SwapError when the outside fails.
+    from what was written; `write` raises SwapFull at its limit (nothing written then), and SwapError when the
+    outside fails.
     """
 
     nbytes: int  # bytes that it holds now (memory, or of its file)

@@ -169,6 +169,15 @@ class AttentionScorer:
         if "estimate" in self._fields:
             self._fields["estimate"][rows, layer] = np.minimum(ratio.T, RATIO_MAX)
 
+    def snapshot(self, rows: IntArray, layer: int) -> list[npt.NDArray[np.generic]]:
+        """All that a step may change about the pages of rows [n] in one layer, for :meth:`restore`."""
+        return [array[rows, layer] for array in (self._last_used, *self._fields.values())]
+
+    def restore(self, rows: IntArray, layer: int, snapshot: list[npt.NDArray[np.generic]]) -> None:
+        """Put back what :meth:`snapshot` kept."""
+        for array, kept in zip((self._last_used, *self._fields.values()), snapshot, strict=True):
+            array[rows, layer] = kept
+
     def copy(self, source_row: int, target_row: int) -> None:
         """Copy all that is known about a block's pages to another row (a block was copied)."""
         for array in (self._last_used, self._born, self._position, *self._fields.values()):

@@ -1,0 +1,1 @@
+"""Kernels: attention over pages that lie scattered in frames."""

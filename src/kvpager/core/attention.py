@@ -1,0 +1,235 @@
+"""Attention of one layer, tile by tile: select, then fault and attend by fixed groups of pages, then observe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.config import KVShape, PagerConfig
+from kvpager.core.digest import Digest
+from kvpager.core.residency import Residency
+from kvpager.core.selection import select
+from kvpager.core.sequence import Sequence, Step
+from kvpager.kernels.reference import merge
+from kvpager.ports import FloatArray, IntArray, Kernel, PageList, Partial, TileQuery
+
+__all__ = ["Attender", "TileEvent"]
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TileEvent:
+    """What happened in one tile of one layer, for observers.
+
+    start, stop  positions of the tile's queries
+    selected     bool [H, blocks]: pages attended to, the tile's own among them; position t was visible to head h
+                 where selected[h, t // page_size], within causality and the layer's window
+    recalled     int64 [n, 2]: (head, block) of the pages that had to be read back
+    page_mass    float32 [H, blocks]: softmax mass, mean over the tile's queries and the query group
+    """
+
+    sequence: Sequence
+    layer: int
+    start: int
+    stop: int
+    selected: BoolArray
+    recalled: IntArray
+    page_mass: FloatArray
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile's queries, and the blocks that matter to it: `first` (of the window) .. `own` .. `last`."""
+
+    query: TileQuery
+    stop: int
+    first: int
+    own: int
+    last: int
+
+
+class Attender:
+    """Runs the tiles of one call. `digest` is None where nothing is ever selected."""
+
+    def __init__(
+        self, shape: KVShape, config: PagerConfig, residency: Residency, kernel: Kernel, digest: Digest | None
+    ) -> None:
+        self._shape, self._config = shape, config
+        self._residency, self._kernel, self._digest = residency, kernel, digest
+        self.observers: list[Callable[[TileEvent], None]] = []
+
+    def attend(
+        self,
+        step: Step,
+        sequence: Sequence,
+        layer: int,
+        queries: FloatArray,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Attend the last T tokens written to `layer`, queries [H * G, T, D].
+
+        Returns the output [H * G, T, D] and the page mass [H, blocks], mean over queries and group.
+        """
+        stop = int(sequence.filled[layer])
+        start = stop - queries.shape[1]
+        output = np.empty_like(queries)
+        mass = np.zeros((self._shape.kv_heads, len(sequence.rows)), np.float32)
+        clock = self._residency.clock
+        clock.layer = layer
+        begin = start
+        while begin < stop:
+            end = min((begin // self._config.tile + 1) * self._config.tile, stop)
+            if begin > start:
+                clock.tick += 1
+                sequence.tick += 1
+            clock.again = end < stop
+            part = queries[:, begin - start : end - start]
+            query = TileQuery(part, begin, scale, self._shape.window(layer), softcap)
+            output[:, begin - start : end - start], tile_mass = self._tile(step, sequence, layer, query)
+            mass[:, : tile_mass.shape[1]] += tile_mass * np.float32((end - begin) / queries.shape[1])
+            begin = end
+        clock.again = False
+        return output, mass
+
+    def _tile(self, step: Step, sequence: Sequence, layer: int, query: TileQuery) -> tuple[FloatArray, FloatArray]:
+        tile = self._span(query)
+        if query.window is not None and tile.first:
+            self._residency.table.expired[sequence.rows[: tile.first], layer] = True
+        selected = self._selected(step, sequence, layer, tile)
+        heads, blocks = np.nonzero(selected)
+        rows = sequence.rows[blocks]
+        parts, recalled = self._groups(sequence, layer, tile, rows, heads, blocks)
+        output, lse = merge(parts)
+        group, tokens = self._shape.group, query.queries.shape[1]
+        page_lse = parts[0].page_lse if len(parts) == 1 else np.concatenate([part.page_lse for part in parts])
+        mass = np.exp(page_lse - lse.reshape(-1, group, tokens)[heads])
+        self._remember_scores(step, sequence, layer)
+        self._residency.scorer.observe(rows, layer, heads, mass, self.now(sequence))
+        counters = self._residency.counters
+        counters.tiles += 1
+        counters.pages_attended += len(rows)
+        page_mass = np.zeros(selected.shape, np.float32)
+        page_mass[heads, blocks] = mass.mean(axis=(1, 2))
+        if self.observers:
+            came = np.stack([heads[recalled], blocks[recalled]], axis=1)
+            event = TileEvent(sequence, layer, query.start, tile.stop, selected, came, page_mass)
+            for observer in self.observers:
+                observer(event)
+        return output, page_mass
+
+    def _span(self, query: TileQuery) -> _Tile:
+        size = self._config.page_size
+        stop = query.start + query.queries.shape[1]
+        first = 0 if query.window is None else max(0, query.start - query.window + 1) // size
+        return _Tile(query, stop, first, query.start // size, -(-stop // size))
+
+    def now(self, sequence: Sequence) -> int:
+        """The tick that scores are kept by.
+
+        In discard mode each sequence has its own clock, so that what other requests do never discards a page.
+        """
+        return sequence.tick if sequence.view is not None else self._residency.clock.tick
+
+    def _groups(
+        self, sequence: Sequence, layer: int, tile: _Tile, rows: IntArray, heads: IntArray, blocks: IntArray
+    ) -> tuple[list[Partial], IntArray]:
+        """Attend to pages [n], a fixed group at a time; returns the parts and the indices of pages read back."""
+        residency, size, most = self._residency, self._config.page_size, self._config.group_pages
+        starts = blocks * size
+        counts = np.minimum(sequence.filled[layer] - starts, size)
+        parts: list[Partial] = []
+        recalled: list[IntArray] = []
+        for begin in range(0, len(rows), most):
+            span = slice(begin, begin + most)
+            following = slice(begin + most, begin + 2 * most)
+            frames, absent = residency.fault(rows[span], layer, heads[span])
+            try:
+                if begin + most < len(rows):
+                    residency.prefetch(rows[following], layer, heads[following])
+                pages = PageList(frames, heads[span], starts[span], counts[span], self._shape.kv_heads)
+                parts.append(self._kernel.attend(residency.storage, tile.query, pages))
+            finally:
+                residency.pool.pinned[frames] = False
+            if absent.size:
+                recalled.append(absent + begin)
+        return parts, np.concatenate(recalled) if recalled else np.empty(0, np.int64)
+
+    def _selected(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> BoolArray:
+        """The pages that the tile attends to: bool [H, last]."""
+        heads = self._shape.kv_heads
+        selected = np.zeros((heads, tile.last), np.bool_)
+        selected[:, tile.own :] = True
+        past = slice(tile.first, tile.own)
+        coverage = 1.0
+        if sequence.view is not None:
+            self._prune(step, sequence, layer, tile)
+            selected[:, past] = sequence.view[past, layer].T
+            left_out = not sequence.view[past, layer].all()
+        elif self._digest is None or tile.own - tile.first <= (self._config.budget_pages or 0):
+            selected[:, past] = True
+            left_out = False
+        else:
+            selected[:, past], coverage = self._choose(step, sequence, layer, tile)
+            left_out = True
+        if left_out:
+            self._mark_approximate(sequence, tile)
+        self._residency.counters.coverage_sum += coverage
+        return selected
+
+    def _choose(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> tuple[BoolArray, float]:
+        """The budget's worth of past pages with the largest estimated mass: bool [H, n], and their share of it."""
+        assert self._digest is not None
+        assert self._config.budget_pages is not None
+        rows = sequence.rows[tile.first : tile.own]
+        starts = np.arange(tile.first, tile.own) * self._config.page_size
+        estimate = self._digest.estimate(layer, rows, tile.query, starts)
+        # under a sliding window the sequence's first blocks may be out of sight, and the window has no sink
+        sinks = max(0, self._config.sink_pages - tile.first)
+        choice = select(estimate, self._config.budget_pages, sinks, self._config.recent_pages)
+        self._remember_scores(step, sequence, layer)
+        self._residency.scorer.estimated(rows, layer, estimate / choice.threshold, self.now(sequence))
+        return choice.selected, choice.coverage
+
+    def _mark_approximate(self, sequence: Sequence, tile: _Tile) -> None:
+        """Keys of later layers now depend on the selection; only whole tiles are reproducible by others."""
+        start, size = tile.query.start, self._config.tile
+        if sequence.approximate_from is None or start < sequence.approximate_from:
+            sequence.approximate_from = start
+        whole = start % size == 0 and tile.stop - start == size
+        if not whole and (sequence.private_from is None or start < sequence.private_from):
+            sequence.private_from = start
+
+    def _prune(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> None:
+        """Discard mode: drop the lowest pages of a sequence that is over its budget in `layer`, for good."""
+        assert sequence.view is not None
+        assert self._config.budget_pages is not None
+        seen = sequence.view[: tile.own, layer]
+        excess = int(seen.sum()) - self._config.budget_pages * self._shape.kv_heads
+        if excess <= 0:
+            return
+        free = seen.copy()
+        # what has left the window is no longer protected: nobody will attend to it again
+        free[tile.first : max(tile.first, self._config.sink_pages)] = False
+        free[max(tile.first, tile.own - self._config.recent_pages) :] = False
+        blocks, heads = np.nonzero(free)
+        residency, now = self._residency, self.now(sequence)
+        flat = residency.table.flat(sequence.rows[blocks], layer, heads)
+        # a generator of its own, so that other sequences' drops cannot change this one's
+        rng = np.random.default_rng((self._config.seed, now, layer))
+        scores = residency.policy.score(residency.scorer.numbers(flat, now, layer), rng)
+        scores = np.where(blocks < tile.first, np.float32(-np.inf), scores)
+        lowest = np.argsort(scores, kind="stable")[:excess]
+        sequence.view[blocks[lowest], layer, heads[lowest]] = False
+        step.dropped.append((sequence, flat[lowest]))
+
+    def _remember_scores(self, step: Step, sequence: Sequence, layer: int) -> None:
+        """Before a step first changes the scores of a sequence's layer, keep them for a rollback."""
+        key = (sequence.id, layer)
+        if key not in step.scores:
+            rows = sequence.rows
+            step.scores[key] = (rows, self._residency.scorer.snapshot(rows, layer))

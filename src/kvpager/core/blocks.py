@@ -1,0 +1,176 @@
+"""Blocks: rows of the page table, their reference counts, their chain keys, and the prefix index.
+
+A block key is SHA-256 over length-prefixed fields, untruncated: format version, namespace, exact or
+approximate with the settings that decide it, the parent block's key, and the block's tokens. Nothing in it
+is specific to a process, so that another one finds the same block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Blocks", "KeyMaker", "Prefix"]
+
+_FORMAT = b"kvpager-block-1"
+
+
+def _fields(*parts: bytes) -> bytes:
+    """Length-prefixed, so that ("a", "bc") and ("ab", "c") differ."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+class KeyMaker:
+    """Makes chain keys for one pager: `namespace` and `exact` or `approximate` say what the bytes depend on."""
+
+    def __init__(self, namespace: str, approximate: str) -> None:
+        self._namespace = namespace.encode()
+        self._numerics = {False: b"exact", True: b"approximate:" + approximate.encode()}
+
+    def key(self, parent: bytes, tokens: bytes, approximate: bool) -> bytes:
+        """The 32-byte key of a block with `tokens` (little-endian int64) after the block `parent` (b"" for none)."""
+        material = _fields(_FORMAT, self._namespace, self._numerics[approximate], parent, tokens)
+        return hashlib.sha256(material).digest()
+
+
+@dataclass
+class _Entry:
+    """What the index knows of a full block."""
+
+    key: bytes
+    tokens: bytes
+    approximate: bool
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A run of blocks found for some tokens: their rows and keys, and how many of the first are exact."""
+
+    rows: list[int]
+    keys: list[bytes]
+    exact: int
+
+    def first(self, count: int) -> Prefix:
+        """The first `count` blocks of it."""
+        return Prefix(self.rows[:count], self.keys[:count], min(self.exact, count))
+
+
+class Blocks:
+    """Rows, reference counts and the prefix index. Rows whose count falls to zero are given to `release`."""
+
+    def __init__(self, keys: KeyMaker, page_size: int, cached_tokens: int, release: Callable[[int], None]) -> None:
+        self._keys = keys
+        self._page_size = page_size
+        self._most_cached = cached_tokens // page_size
+        self._release = release
+        self._free: list[int] = []
+        self._entries: dict[int, _Entry] = {}
+        self._index: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self.references: list[int] = []
+
+    @property
+    def rows(self) -> int:
+        """Rows ever handed out: the table's least size."""
+        return len(self.references)
+
+    @property
+    def cached(self) -> int:
+        """Full blocks that no sequence holds, kept for reuse."""
+        return len(self._cached)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, tokens and counts, as the arrays they stand for (not Python's own overhead)."""
+        return 8 * self.rows + len(self._entries) * (64 + 8 * self._page_size)
+
+    def take(self) -> int:
+        """A row for a new block, with one reference."""
+        if self._free:
+            row = self._free.pop()
+            self.references[row] = 1
+            return row
+        self.references.append(1)
+        return len(self.references) - 1
+
+    def hold(self, row: int) -> None:
+        """One more reference to a block."""
+        if self.references[row] == 0:
+            del self._cached[row]
+        self.references[row] += 1
+
+    def drop(self, row: int) -> None:
+        """One reference less; an indexed block may stay for reuse, any other is released."""
+        assert self.references[row] > 0, "a block was dropped more often than held"
+        self.references[row] -= 1
+        if self.references[row] == 0:
+            if row in self._entries and self._most_cached:
+                self._cached[row] = None
+                while len(self._cached) > self._most_cached:
+                    self.reclaim()
+            else:
+                self._forget(row)
+
+    def reclaim(self) -> bool:
+        """Release the cached block that was left longest ago; False when there is none."""
+        if not self._cached:
+            return False
+        row, _ = self._cached.popitem(last=False)
+        self._forget(row)
+        return True
+
+    def _forget(self, row: int) -> None:
+        entry = self._entries.pop(row, None)
+        if entry is not None and self._index.get(entry.key) == row:
+            del self._index[entry.key]
+        self._release(row)
+        self._free.append(row)
+
+    def register(self, row: int, parent: bytes, tokens: list[int], approximate: bool) -> bytes:
+        """Name a full block and make it findable (unless another block already has that name); returns its key."""
+        packed = np.asarray(tokens, "<i8").tobytes()
+        key = self._keys.key(parent, packed, approximate)
+        if key not in self._index and row not in self._entries:
+            self._index[key] = row
+            self._entries[row] = _Entry(key, packed, approximate)
+        return key
+
+    def match(self, tokens: list[int]) -> Prefix:
+        """The longest run of full blocks held for these tokens, the last token always left out."""
+        found = Prefix([], [], 0)
+        parent, approximate, exact = b"", False, 0
+        for start in range(0, (len(tokens) - 1) // self._page_size * self._page_size, self._page_size):
+            packed = np.asarray(tokens[start : start + self._page_size], "<i8").tobytes()
+            row = self._find(parent, packed, approximate)
+            if row is None:
+                break
+            entry = self._entries[row]
+            parent, approximate = entry.key, entry.approximate
+            exact += not approximate
+            found.rows.append(row)
+            found.keys.append(parent)
+        return Prefix(found.rows, found.keys, exact)
+
+    def _find(self, parent: bytes, tokens: bytes, approximate: bool) -> int | None:
+        for kind in (False, True):
+            if kind >= approximate:  # nothing after an approximate block is exact
+                row = self._index.get(self._keys.key(parent, tokens, kind))
+                # tokens are compared too, so that even a collision of keys could not serve foreign pages
+                if row is not None and self._entries[row].tokens == tokens:
+                    return row
+        return None
+
+    def check(self, held: dict[int, int]) -> None:
+        """Assert that counts are what the sequences hold (row -> times), and each row is held, cached or free."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a row stands twice in the free list"
+        for row, count in enumerate(self.references):
+            assert count == held.get(row, 0), f"block row {row} has {count} references, {held.get(row, 0)} holders"
+            places = (count > 0) + (row in self._cached) + (row in free)
+            assert places == 1, f"block row {row} stands in {places} places"
+        for key, row in self._index.items():
+            assert self._entries[row].key == key, "the prefix index names a block with another key"

@@ -1,0 +1,141 @@
+"""Looking at a pager without changing what it would do: pages read, scores, figures, and whether the books balance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpager.core.pagetable import ABSENT
+from kvpager.core.sequence import Sequence
+from kvpager.core.state import State
+from kvpager.errors import InputError
+from kvpager.ports import FloatArray
+from kvpager.stats import PagerStats, peak_rss_bytes
+
+__all__ = ["PageScore", "check", "read", "scores", "stats"]
+
+
+@dataclass(frozen=True)
+class PageScore:
+    """One page as the eviction policy sees it.
+
+    block       index in the sequence
+    kv_head     of the layer asked for
+    frame       where it is, or ABSENT (-1)
+    score       the policy's: the lowest leaves first (inf: kept while it is new)
+    evict_rank  0 for the page of this list that would leave next, or None for one that cannot leave now
+                (absent, or still open)
+    """
+
+    block: int
+    kv_head: int
+    frame: int
+    score: float
+    evict_rank: int | None
+
+    @property
+    def resident(self) -> bool:
+        """Whether the page is in the pool."""
+        return self.frame != ABSENT
+
+
+def read(state: State, sequence: Sequence, layer: int, start: int, stop: int) -> tuple[FloatArray, FloatArray]:
+    """Keys and values of positions start..stop-1, float32 [H, tokens, D] each; absent pages are read back."""
+    size, heads, dim = state.config.page_size, state.shape.kv_heads, state.shape.head_dim
+    keys = np.empty((heads, stop - start, dim), np.float32)
+    values = np.empty_like(keys)
+    first, last = start // size, -(-stop // size)
+    if sequence.view is not None and not sequence.view[first:last, layer].all():
+        raise InputError(f"read: pages of positions {start}..{stop - 1} were discarded")
+    # a block's heads at a time: that many frames are always to be had
+    for index in range(first, last):
+        rows = np.full(heads, sequence.rows[index])
+        frames, _ = state.residency.fault(rows, layer, np.arange(heads))
+        page_keys, page_values = state.residency.storage.read(frames)
+        state.pool.pinned[frames] = False
+        low, high = max(start, index * size), min(stop, (index + 1) * size)
+        inside, outside = slice(low - index * size, high - index * size), slice(low - start, high - start)
+        keys[:, outside], values[:, outside] = page_keys[:, inside], page_values[:, inside]
+    return keys, values
+
+
+def scores(state: State, sequence: Sequence, layer: int) -> list[PageScore]:
+    """All pages of a sequence in one layer, the one that would leave next first."""
+    residency, heads = state.residency, state.shape.kv_heads
+    written = -(-int(sequence.filled[layer]) // state.config.page_size)
+    blocks, kv_heads = np.divmod(np.arange(written * heads), heads)
+    flat = state.table.flat(sequence.rows[blocks], layer, kv_heads)
+    frames = state.table.frame.reshape(-1)[flat]
+    numbers = state.scorer.numbers(flat, state.attender.now(sequence), residency.clock.layer)
+    # a generator of its own: looking must not change what is evicted next
+    values = residency.policy.score(numbers, np.random.default_rng(state.config.seed))
+    movable = (frames != ABSENT) & state.pool.evictable[frames]
+    order = np.lexsort((values, ~movable))
+    return [
+        PageScore(
+            block=int(blocks[page]),
+            kv_head=int(kv_heads[page]),
+            frame=int(frames[page]),
+            score=float(values[page]),
+            evict_rank=rank if movable[page] else None,
+        )
+        for rank, page in enumerate(order.tolist())
+    ]
+
+
+def stats(state: State) -> PagerStats:
+    """Counters and sizes."""
+    counters = state.residency.counters
+    storage = state.residency.storage
+    return PagerStats(
+        pool_bytes=storage.nbytes,
+        digest_bytes=state.digest_bytes,
+        table_bytes=state.table_bytes,
+        full_kv_bytes=counters.most_tokens * state.shape.token_bytes,
+        swap_bytes=state.swap.nbytes if state.swap is not None else 0,
+        peak_rss_bytes=peak_rss_bytes(),
+        frames=state.pool.frames,
+        frames_used=state.pool.used,
+        sequences=len(state.sequences),
+        tokens=state.tokens,
+        cached_blocks=state.blocks.cached,
+        recalls=counters.recalls,
+        evictions=counters.evictions,
+        discards=counters.discards,
+        swap_writes=counters.swap_writes,
+        faults=counters.faults,
+        tiles=counters.tiles,
+        pages_attended=counters.pages_attended,
+        prefix_tokens_hit=counters.prefix_tokens_hit,
+        mass_coverage=counters.coverage_sum / counters.tiles if counters.tiles else 1.0,
+    )
+
+
+def check(state: State) -> None:
+    """Assert that frames, page table, swap and reference counts agree (promise 3)."""
+    held: Counter[int] = Counter()
+    for sequence in state.sequences.values():
+        held.update(sequence.rows.tolist())
+        assert len(sequence.rows) == -(-int(sequence.filled.max()) // state.config.page_size), f"{sequence}: rows"
+        _check_pages(state, sequence)
+    state.blocks.check(dict(held))
+    state.residency.check()
+
+
+def _check_pages(state: State, sequence: Sequence) -> None:
+    """Every page that a sequence sees is in the pool or in swap; open ones are in the pool."""
+    size = state.config.page_size
+    for layer, filled in enumerate(sequence.filled.tolist()):
+        written = sequence.rows[: -(-filled // size)]
+        frames, slots = state.table.frame[written, layer], state.table.slot[written, layer]
+        there = (frames != ABSENT) | (slots != ABSENT)
+        if sequence.view is not None:
+            there |= ~sequence.view[: len(written), layer]
+        assert there.all(), f"{sequence}: a page of layer {layer} is nowhere"
+        sealed = state.table.sealed[written, layer]
+        assert sealed[: filled // size].all(), f"{sequence}: a full page of layer {layer} is not sealed"
+        if filled % size:
+            assert (frames[-1] != ABSENT).all(), f"{sequence}: the open page of layer {layer} is not in the pool"
+            assert not sealed[-1], f"{sequence}: the open page of layer {layer} is sealed"

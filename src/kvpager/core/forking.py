@@ -1,0 +1,124 @@
+"""Sequences that share blocks: opening on a known prefix, forking, cropping."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpager.core.pagetable import ABSENT
+from kvpager.core.sequence import Sequence
+from kvpager.core.state import State
+from kvpager.core.transaction import free_unseen
+from kvpager.errors import InputError
+
+__all__ = ["crop", "fork", "open_sequence"]
+
+
+def open_sequence(state: State, tokens: list[int] | None) -> Sequence:
+    """A new sequence; with token ids it starts with the full blocks that are already held for them."""
+    sequence = Sequence(state.opened, state, state.shape.layers)
+    state.opened += 1
+    if state.config.mode == "discard":
+        sequence.view = np.ones((0, state.shape.layers, state.shape.kv_heads), np.bool_)
+    elif tokens:
+        _share_prefix(state, sequence, tokens)
+    state.sequences[sequence.id] = sequence
+    return sequence
+
+
+def _share_prefix(state: State, sequence: Sequence, tokens: list[int]) -> None:
+    size = state.config.page_size
+    found = state.blocks.match(tokens)
+    if state.config.budget is not None:
+        # start at a tile boundary, so that later tiles select exactly as they would have without the hit
+        whole = len(found.rows) * size // state.config.tile * state.config.tile
+        found = found.first(whole // size)
+    for row in found.rows:
+        state.blocks.hold(row)
+    sequence.rows = np.array(found.rows, np.int64)
+    sequence.keys = list(found.keys)
+    sequence.length = len(found.rows) * size
+    sequence.filled[:] = sequence.length
+    sequence.tokens = tokens[: sequence.length]
+    sequence.announced = list(tokens)
+    if found.exact < len(found.rows):
+        sequence.approximate_from = found.exact * size
+    state.residency.counters.prefix_tokens_hit += sequence.length
+
+
+def fork(state: State, parent: Sequence) -> Sequence:
+    """A sequence that goes on from where `parent` is: full blocks are shared, the open one is copied."""
+    size = state.config.page_size
+    full = parent.length // size
+    rows = parent.rows.copy()
+    if parent.length % size:
+        rows[full] = _copy_block(state, int(parent.rows[full]))
+    for row in rows[:full].tolist():
+        state.blocks.hold(row)
+    child = Sequence(state.opened, state, state.shape.layers)
+    state.opened += 1
+    child.rows = rows
+    child.length = parent.length
+    child.filled = parent.filled.copy()
+    child.tokens = list(parent.tokens)
+    child.announced = list(parent.announced)
+    child.keys = list(parent.keys)
+    child.approximate_from, child.private_from = parent.approximate_from, parent.private_from
+    child.view = None if parent.view is None else parent.view.copy()
+    child.tick = parent.tick
+    state.sequences[child.id] = child
+    return child
+
+
+def _copy_block(state: State, source: int) -> int:
+    """Copy a block to a new row whose pages are open; returns the row. Nothing changes where it fails."""
+    table, pool, residency = state.table, state.pool, state.residency
+    target = state.blocks.take()
+    state.fit()
+    table = state.table
+    heads = np.arange(table.heads)
+    layers = np.arange(table.layers)
+    try:
+        flat = table.flat(np.full((table.layers, 1), target), 0, heads) + layers[:, None] * table.heads
+        frames = pool.allocate(flat.ravel(), residency.make_room).reshape(flat.shape)
+        table.frame[target] = frames
+        for layer in range(table.layers):
+            came, _ = residency.fault(np.full(table.heads, source), layer, heads)
+            residency.storage.copy(came, frames[layer])
+            pool.pinned[came] = False
+    except BaseException:
+        state.blocks.drop(target)
+        raise
+    state.scorer.copy(source, target)
+    return target
+
+
+def crop(state: State, sequence: Sequence, length: int) -> None:
+    """Forget all tokens from `length` on. A full block that becomes open is copied, for others may share it."""
+    size = state.config.page_size
+    index, rest = divmod(length, size)
+    if rest and sequence.view is not None and not sequence.view[index].all():
+        raise InputError(f"crop: pages of positions {index * size}..{length - 1} were discarded; keep more or less")
+    if rest and bool(state.table.sealed[sequence.rows[index]].any()):
+        row = _copy_block(state, int(sequence.rows[index]))
+        state.blocks.drop(int(sequence.rows[index]))
+        sequence.rows[index] = row
+    keep = index + (rest > 0)
+    for gone in sequence.rows[keep:][::-1].tolist():
+        state.blocks.drop(gone)
+    dropped = sequence.rows[keep:]
+    sequence.rows = sequence.rows[:keep].copy()
+    if sequence.view is not None:
+        sequence.view = sequence.view[:keep].copy()
+        free_unseen(state, dropped)
+    sequence.length = length
+    sequence.filled[:] = length
+    sequence.tokens = sequence.tokens[:length]
+    sequence.announced = sequence.announced[:length]
+    sequence.keys = sequence.keys[: length // size]
+    if sequence.approximate_from is not None and sequence.approximate_from >= length:
+        sequence.approximate_from = None
+    if sequence.private_from is not None and sequence.private_from >= length:
+        sequence.private_from = None
+    # a shorter sequence's sliding windows reach further back
+    state.table.expired[sequence.rows] = False
+    assert (state.table.frame[sequence.rows[index]] != ABSENT).all() if rest else True

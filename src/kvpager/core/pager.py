@@ -1,0 +1,384 @@
+"""The pager: cache write, attention, and the state of sequences over a pool of fixed size."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.config import KVShape, PagerConfig
+from kvpager.core import books, forking, transaction
+from kvpager.core.attention import TileEvent
+from kvpager.core.checks import floats, token_list, whole
+from kvpager.core.sequence import Sequence
+from kvpager.core.state import State
+from kvpager.errors import ConfigError, InputError, SequenceError, StepError, ThreadError
+from kvpager.kernels.reference import ReferenceKernel
+from kvpager.ports import FloatArray, Kernel, Swap
+from kvpager.stats import PagerStats
+
+__all__ = ["AttendResult", "Pager"]
+
+
+@dataclass(frozen=True)
+class AttendResult:
+    """What `attend` returns.
+
+    output     float32 [query_heads, T, head_dim]
+    page_mass  float32 [kv_heads, blocks]: the softmax mass that each page got, mean over the T queries and over the
+               query group; sums to 1 for each KV head
+    """
+
+    output: FloatArray
+    page_mass: FloatArray
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _owned(method: _Method) -> _Method:
+    """Refuse calls from a thread that doesn't own the pager."""
+
+    @functools.wraps(method)
+    def checked(self: Pager, *args: Any, **kwargs: Any) -> Any:
+        self._check_thread(method.__name__)
+        return method(self, *args, **kwargs)
+
+    return cast(_Method, checked)
+
+
+class Pager:
+    """Pages of keys and values in a pool of fixed size, with recall of what was evicted.
+
+    Args:
+        shape: the model's KV shape.
+        config: how to page.
+        kernel: attention over frames; the NumPy reference kernel by default.
+        swap: where evicted pages go; made from `config.swap` by default. Closed by `shutdown` either way.
+
+    Raises ConfigError, or SwapError when swap can't be opened. One thread owns a pager (the one that makes it,
+    until another calls `adopt`); calls from others raise ThreadError. Every public call raises InputError,
+    SequenceError or StepError for bad input before anything changes.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        config: PagerConfig | None = None,
+        *,
+        kernel: Kernel | None = None,
+        swap: Swap | None = None,
+    ) -> None:
+        if not isinstance(shape, KVShape):
+            raise ConfigError(f"shape: expected a KVShape, got {type(shape).__name__}")
+        if config is not None and not isinstance(config, PagerConfig):
+            raise ConfigError(f"config: expected a PagerConfig, got {type(config).__name__}")
+        self.shape = shape
+        self.config = config or PagerConfig()
+        self._state = State(shape, self.config, kernel or ReferenceKernel(), swap)
+        self._thread = threading.get_ident()
+        self._down = False
+
+    # -- sequences
+
+    @_owned
+    def open(self, token_ids: Iterable[int] | None = None) -> Sequence:
+        """A new sequence.
+
+        With `token_ids` (the prompt), full blocks that are already held for its beginning are shared, at
+        least the last token being left to compute: `length` says how many tokens were found. The rest of
+        the prompt becomes findable as its steps are committed.
+        """
+        self._check_up()
+        tokens = None if token_ids is None else token_list("token_ids", token_ids)
+        return forking.open_sequence(self._state, tokens)
+
+    @_owned
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A new sequence that shares all full blocks of `sequence`; the open block is copied.
+
+        An open step is rolled back first. Raises PoolExhausted with nothing changed.
+        """
+        self._settled(sequence, "fork")
+        return forking.fork(self._state, sequence)
+
+    @_owned
+    def crop(self, sequence: Sequence, length: int) -> None:
+        """Keep the first `length` tokens of `sequence`. An open step is rolled back first.
+
+        Raises InputError for a length above the present one, or when pages of the last block kept were discarded.
+        """
+        self._settled(sequence, "crop")
+        whole("length", length, 0, sequence.length)
+        if length < sequence.length:
+            forking.crop(self._state, sequence, int(length))
+
+    @_owned
+    def close(self, sequence: Sequence) -> None:
+        """Let go of a sequence's pages. An open step is rolled back first."""
+        self._check_sequence(sequence)
+        self.rollback()
+        if not sequence.closed:
+            transaction.close(self._state, sequence)
+
+    # -- steps
+
+    @_owned
+    def begin(
+        self,
+        sequences: Iterable[Sequence],
+        counts: Iterable[int],
+        token_ids: Iterable[Iterable[int]] | None = None,
+    ) -> None:
+        """Open a step in which each of `sequences` gets as many new tokens as `counts` says.
+
+        `token_ids`, a list of ids for each sequence, lets full blocks be found by `open` later. An uncommitted
+        step is rolled back first. Raises PoolExhausted when the step can never fit the pool.
+        """
+        chosen, growth = list(sequences), [whole("counts", count, 1, 2**31 - 1) for count in counts]
+        if not chosen or len(chosen) != len(growth):
+            raise InputError(
+                f"counts: {len(growth)} counts for {len(chosen)} sequences; give one for each, at least one"
+            )
+        for sequence in chosen:
+            self._check_sequence(sequence)
+        if len({sequence.id for sequence in chosen}) != len(chosen):
+            raise InputError("sequences: a sequence stands twice in the step")
+        tokens = self._tokens_of_step(chosen, growth, token_ids)
+        self.rollback()
+        for sequence in chosen:
+            self._check_sequence(sequence)
+            self._check_even(sequence, "begin")
+        transaction.begin(self._state, list(zip(chosen, growth, strict=True)), tokens, None)
+
+    @_owned
+    def append(self, sequence: Sequence, layer: int, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Write new keys and values of one layer, [kv_heads, T, head_dim], floating point and finite.
+
+        Keys come with their positions already in them (rotated). Inside begin/commit, T is the sequence's count
+        and each layer is written once; outside, each call is a step of its own, and the sequence is as long as
+        the layer that has had least. Raises PoolExhausted or SwapError; a step in which that happens can only be
+        rolled back, and outside a step it has been.
+        """
+        self._check_sequence(sequence)
+        layer = whole("layer", layer, 0, self.shape.layers - 1)
+        dims = (self.shape.kv_heads, None, self.shape.head_dim)
+        new_keys = floats("keys", keys, dims, "[kv_heads, tokens, head_dim]")
+        new_values = floats("values", values, dims, "[kv_heads, tokens, head_dim]")
+        tokens = new_keys.shape[1]
+        if new_values.shape[1] != tokens:
+            raise InputError(f"values: {new_values.shape[1]} tokens, but keys have {tokens}")
+        step = self._state.step
+        if step is None:
+            with transaction.implicit(self._state, sequence, tokens, layer) as own:
+                transaction.write(self._state, own, sequence, layer, new_keys, new_values)
+            return
+        self._check_in_step(sequence, "append", tokens)
+        if sequence.filled[layer] != sequence.length:
+            raise StepError(f"append: layer {layer} of sequence {sequence.id} has had its keys in this step")
+        with transaction.guarded(self._state):
+            transaction.write(self._state, step, sequence, layer, new_keys, new_values)
+
+    @_owned
+    def attend(
+        self,
+        sequence: Sequence,
+        layer: int,
+        queries: npt.NDArray[Any],
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> AttendResult:
+        """Attend with queries [query_heads, T, head_dim], those of the last T tokens written to `layer`.
+
+        scale    multiplies query-key products; by default the shape's
+        softcap  bounds the scaled products: cap * tanh(product / cap)
+
+        Raises PageLost, PoolExhausted or SwapError; a step in which that happens can only be rolled back.
+        """
+        self._check_sequence(sequence)
+        layer = whole("layer", layer, 0, self.shape.layers - 1)
+        dims = (self.shape.query_heads, None, self.shape.head_dim)
+        asked = floats("queries", queries, dims, "[query_heads, tokens, head_dim]")
+        factor = _positive("scale", scale, self.shape.scale or self.shape.head_dim**-0.5)
+        cap = None if softcap is None else _positive("softcap", softcap, 1.0)
+        step = self._state.step
+        if step is None:
+            if asked.shape[1] > sequence.filled[layer]:
+                raise InputError(
+                    f"queries: {asked.shape[1]} queries, but layer {layer} holds {sequence.filled[layer]} tokens"
+                )
+            with transaction.implicit(self._state, sequence, 0, layer) as own:
+                result = self._state.attender.attend(own, sequence, layer, asked, factor, cap)
+            return AttendResult(*result)
+        self._check_in_step(sequence, "attend", asked.shape[1])
+        if sequence.filled[layer] == sequence.length:
+            raise StepError(
+                f"attend: layer {layer} of sequence {sequence.id} has had no keys in this step; append first"
+            )
+        with transaction.guarded(self._state):
+            return AttendResult(*self._state.attender.attend(step, sequence, layer, asked, factor, cap))
+
+    @_owned
+    def commit(self) -> None:
+        """End the step: its tokens belong to their sequences. Raises StepError when a layer has not had them all."""
+        if self._state.step is None:
+            raise StepError("commit: no step is open; begin one first")
+        transaction.commit(self._state, self._state.step)
+
+    @_owned
+    def rollback(self) -> None:
+        """Undo the open step, if any: everything is as before `begin`.
+
+        In discard mode a sequence of which dropped pages had to be given up in the step is closed instead.
+        """
+        if self._state.step is not None:
+            transaction.rollback(self._state, self._state.step)
+
+    # -- looking
+
+    @_owned
+    def read(
+        self, sequence: Sequence, layer: int, start: int = 0, stop: int | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Keys and values of positions start..stop-1 of one layer, float32 [kv_heads, tokens, head_dim] each.
+
+        Absent pages are read back. Raises InputError when pages of these positions were discarded.
+        """
+        self._check_sequence(sequence)
+        layer = whole("layer", layer, 0, self.shape.layers - 1)
+        end = int(sequence.filled[layer])
+        stop = end if stop is None else whole("stop", stop, 1, end)
+        start = whole("start", start, 0, max(0, stop - 1))
+        return books.read(self._state, sequence, layer, start, stop)
+
+    @_owned
+    def page_table(self, sequence: Sequence) -> npt.NDArray[np.int32]:
+        """A copy of the frames of a sequence's pages, int32 [blocks, layers, kv_heads]; -1 (ABSENT) if not resident."""
+        self._check_sequence(sequence)
+        return self._state.table.frame[sequence.rows]
+
+    @_owned
+    def scores(self, sequence: Sequence, layer: int) -> list[books.PageScore]:
+        """A sequence's pages in one layer as the policy sees them: the one that would be evicted next comes first."""
+        self._check_sequence(sequence)
+        return books.scores(self._state, sequence, whole("layer", layer, 0, self.shape.layers - 1))
+
+    @property
+    def observers(self) -> list[Callable[[TileEvent], None]]:
+        """Functions called after each tile with a TileEvent; add yours to the list."""
+        return self._state.attender.observers
+
+    def minimum_frames(self, sequences: int = 1) -> int:
+        """The smallest pool, in frames, for that many sequences at any length and any count of tokens a step.
+
+        Recall: for each sequence two blocks' pages (the open one, and the one that a step opens), and one group.
+        Discard: what the budget, the tile and the open block hold for each sequence; a step's new tokens come on top.
+        """
+        whole("sequences", sequences, 1, 2**31 - 1)
+        config, pages = self.config, self.shape.layers * self.shape.kv_heads
+        if config.mode == "recall":
+            return sequences * 2 * pages + max(config.group_pages, self.shape.kv_heads)
+        blocks = (config.budget_pages or 0) + -(-config.tile // config.page_size) + 1
+        return sequences * (blocks * pages + (-(-config.tile // config.page_size) + 1) * self.shape.kv_heads)
+
+    @_owned
+    def stats(self) -> PagerStats:
+        """Counters and sizes."""
+        return books.stats(self._state)
+
+    @_owned
+    def check(self) -> None:
+        """Assert that the books balance (promise 3). For tests and debugging; no step may be open."""
+        assert self._state.step is None, "a step is open"
+        books.check(self._state)
+
+    # -- life
+
+    def adopt(self) -> None:
+        """Make the calling thread the pager's owner. Raises ThreadError while a step is open."""
+        if self._state.step is not None and self._thread != threading.get_ident():
+            raise ThreadError("adopt: a step is open in another thread; commit or roll it back there first")
+        self._thread = threading.get_ident()
+
+    def shutdown(self) -> None:
+        """Close swap; the pager can't be used afterwards. Idempotent, allowed from any thread."""
+        self._down = True
+        if self._state.swap is not None:
+            self._state.swap.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- checks
+
+    def _check_thread(self, call: str) -> None:
+        if threading.get_ident() != self._thread:
+            raise ThreadError(f"{call}: this pager belongs to another thread; call adopt() from this one first")
+
+    def _check_up(self) -> None:
+        if self._down:
+            raise SequenceError("this pager was shut down")
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        self._check_up()
+        if not isinstance(sequence, Sequence):
+            raise SequenceError(f"sequence: expected one that this pager opened, got {type(sequence).__name__}")
+        if sequence.owner is not self._state:
+            raise SequenceError(f"sequence {sequence.id} belongs to another pager")
+        if sequence.closed:
+            raise SequenceError(f"sequence {sequence.id} is closed")
+
+    def _check_even(self, sequence: Sequence, call: str) -> None:
+        if (sequence.filled != sequence.length).any():
+            raise StepError(
+                f"{call}: layers of sequence {sequence.id} hold {sequence.filled.tolist()} tokens; "
+                "append to every layer first"
+            )
+
+    def _settled(self, sequence: Sequence, call: str) -> None:
+        self._check_sequence(sequence)
+        self.rollback()
+        self._check_sequence(sequence)
+        self._check_even(sequence, call)
+
+    def _check_in_step(self, sequence: Sequence, call: str, tokens: int) -> None:
+        step = self._state.step
+        assert step is not None
+        assert step.counts is not None
+        if step.failed:
+            raise StepError(f"{call}: a call of this step failed; roll it back")
+        count = step.counts.get(sequence.id)
+        if count is None:
+            raise StepError(f"{call}: sequence {sequence.id} is not part of the open step")
+        if count != tokens:
+            raise InputError(f"{call}: {tokens} tokens, but the step was begun with {count} for sequence {sequence.id}")
+
+    def _tokens_of_step(
+        self, sequences: list[Sequence], counts: list[int], token_ids: Iterable[Iterable[int]] | None
+    ) -> dict[int, list[int]]:
+        if token_ids is None:
+            return {}
+        lists = [token_list("token_ids", ids) for ids in token_ids]
+        if [len(ids) for ids in lists] != counts:
+            raise InputError(f"token_ids: lengths {[len(ids) for ids in lists]} are not the counts {counts}")
+        return {sequence.id: ids for sequence, ids in zip(sequences, lists, strict=True)}
+
+
+def _positive(name: str, value: Any, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not 0 < value < 1e9:
+        raise InputError(f"{name}: {value!r} is not a number above zero")
+    return float(value)

@@ -1,0 +1,66 @@
+"""Where each page is: `[row, layer, kv_head] -> frame`, and its slot in swap."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.ports import IntArray
+
+__all__ = ["ABSENT", "PageTable", "grown"]
+
+ABSENT = -1
+
+
+def grown(rows: int, needed: int) -> int:
+    """The next capacity of a table that grows by an eighth, so that little is allocated in vain."""
+    return max(needed, rows + max(8, rows // 8))
+
+
+class PageTable:
+    """Residency of pages. A row is a block's place in the table; rows are reused.
+
+    frame    int32 [rows, layers, heads]: the frame, or ABSENT
+    slot     int32 [rows, layers, heads]: the slot in swap that holds the same bytes, or ABSENT (a dirty page)
+    sealed   bool [rows, layers]: the pages are full and immutable
+    expired  bool [rows, layers]: out of the layer's sliding window, hence the first victims
+    """
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.layers, self.heads = layers, heads
+        self.frame: npt.NDArray[np.int32] = np.empty((0, layers, heads), np.int32)
+        self.slot: npt.NDArray[np.int32] = np.empty((0, layers, heads), np.int32)
+        self.sealed: npt.NDArray[np.bool_] = np.empty((0, layers), np.bool_)
+        self.expired: npt.NDArray[np.bool_] = np.empty((0, layers), np.bool_)
+
+    @property
+    def rows(self) -> int:
+        """Rows allocated."""
+        return len(self.frame)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.frame.nbytes + self.slot.nbytes + self.sealed.nbytes + self.expired.nbytes
+
+    def grow(self, rows: int) -> None:
+        """Have at least `rows` rows."""
+        more = rows - self.rows
+        if more > 0:
+            fresh = np.full((more, self.layers, self.heads), ABSENT, np.int32)
+            self.frame = np.concatenate([self.frame, fresh])
+            self.slot = np.concatenate([self.slot, fresh])
+            flags = np.zeros((more, self.layers), np.bool_)
+            self.sealed = np.concatenate([self.sealed, flags])
+            self.expired = np.concatenate([self.expired, flags])
+
+    def flat(self, rows: IntArray, layer: int, heads: IntArray) -> IntArray:
+        """Flat indices of pages: the owners' names in the frame pool."""
+        return (rows * self.layers + layer) * self.heads + heads
+
+    def clear(self, row: int) -> None:
+        """Forget a row; its frames and slots have been given back."""
+        self.frame[row] = ABSENT
+        self.slot[row] = ABSENT
+        self.sealed[row] = False
+        self.expired[row] = False

@@ -1,0 +1,204 @@
+"""Moving pages between frames and swap: faults, evictions, write-behind, release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.config import PagerConfig
+from kvpager.core.pagetable import ABSENT, PageTable
+from kvpager.core.policies import Policy
+from kvpager.core.pool import FramePool
+from kvpager.core.scorer import AttentionScorer
+from kvpager.errors import SwapError
+from kvpager.ports import FrameStorage, IntArray, Swap
+
+__all__ = ["Clock", "Counters", "Residency"]
+
+WRITE_BATCH = 1024  # pages written to swap at once, so that a write-behind needs little memory
+
+
+@dataclass
+class Counters:
+    """What has happened so far; see stats.PagerStats for the words."""
+
+    recalls: int = 0
+    evictions: int = 0
+    discards: int = 0
+    swap_writes: int = 0
+    faults: int = 0
+    tiles: int = 0
+    pages_attended: int = 0
+    prefix_tokens_hit: int = 0
+    coverage_sum: float = 0.0
+    most_tokens: int = 0
+
+
+@dataclass
+class Clock:
+    """Where a pager is in time: the tick, the layer that runs, and whether that layer has more tiles to run."""
+
+    tick: int = 0
+    layer: int = 0
+    again: bool = False
+
+
+class Residency:
+    """Which pages are in the pool, and how others get in and out.
+
+    `give_up(count)` is asked for frames in discard mode, where nothing can be evicted.
+    """
+
+    def __init__(
+        self,
+        config: PagerConfig,
+        table: PageTable,
+        pool: FramePool,
+        storage: FrameStorage,
+        swap: Swap | None,
+        policy: Policy,
+        scorer: AttentionScorer,
+        give_up: Callable[[int], None],
+    ) -> None:
+        self.pool, self.storage, self.swap = pool, storage, swap
+        self.policy, self.scorer = policy, scorer
+        self.table = table
+        self.clock = Clock()
+        self.counters = Counters()
+        self._heads = np.arange(table.heads)
+        self._rng = np.random.default_rng(config.seed)
+        self._give_up = give_up
+        # below this many free frames, new pages are written to swap as they fill
+        self._watermark = pool.frames // 8
+
+    def place(self, rows: IntArray, layer: int) -> IntArray:
+        """Frames for the new pages of all heads of `rows` in `layer`: int64 [n, H], not evictable yet.
+
+        Raises PoolExhausted, or SwapError when victims can't be written, with nothing placed.
+        """
+        flat = self.table.flat(rows[:, None], layer, self._heads)
+        frames = self.pool.allocate(flat.ravel(), self.make_room).reshape(flat.shape)
+        self.table.frame[rows, layer] = frames
+        return frames
+
+    def fault(self, rows: IntArray, layer: int, heads: IntArray) -> tuple[IntArray, IntArray]:
+        """Bring pages [n] into the pool and pin them: their frames [n], and the indices of those that were absent.
+
+        Unpin them when the kernel has read them. Raises PageLost, PoolExhausted or SwapError with nothing changed.
+        """
+        table, pool = self.table, self.pool
+        frames = table.frame[rows, layer, heads].astype(np.int64)
+        absent = np.flatnonzero(frames == ABSENT)
+        if not absent.size:
+            pool.pinned[frames] = True
+            return frames, absent
+        rows_in, heads_in = rows[absent], heads[absent]
+        slots = table.slot[rows_in, layer, heads_in].astype(np.int64)
+        assert self.swap is not None, "a page is absent though nothing is ever evicted"
+        assert (slots != ABSENT).all(), "a page is neither in the pool nor in swap"
+        pages = self.swap.read(slots)
+        resident = frames[frames != ABSENT]
+        pool.pinned[resident] = True
+        try:
+            taken = pool.allocate(table.flat(rows_in, layer, heads_in), self.make_room)
+        except BaseException:
+            pool.pinned[resident] = False
+            raise
+        self.storage.load(taken, pages)
+        table.frame[rows_in, layer, heads_in] = taken
+        table.expired[rows_in, layer] = False
+        pool.evictable[taken] = True
+        pool.pinned[taken] = True
+        frames[absent] = taken
+        self.counters.recalls += len(taken)
+        self.counters.faults += 1
+        return frames, absent
+
+    def prefetch(self, rows: IntArray, layer: int, heads: IntArray) -> None:
+        """Tell swap which of these pages [n] will be read soon."""
+        if self.swap is not None:
+            absent = self.table.frame[rows, layer, heads] == ABSENT
+            if absent.any():
+                self.swap.prefetch(self.table.slot[rows, layer, heads][absent].astype(np.int64))
+
+    def make_room(self, count: int) -> None:
+        """Evict up to `count` pages, those of least score; dirty ones are written to swap first."""
+        if self.swap is None:
+            self._give_up(count)
+            return
+        frames = self.pool.victims()
+        if count < len(frames):
+            frames = frames[self._lowest(self.pool.owner[frames], count)]
+        elif not len(frames):
+            return
+        self._write(frames)
+        flat = self.pool.owner[frames]
+        self.table.frame.reshape(-1)[flat] = ABSENT
+        self.pool.free(frames)
+        self.counters.evictions += len(frames)
+
+    def _lowest(self, flat: IntArray, count: int) -> IntArray:
+        clock = self.clock
+        scores = self.policy.score(self.scorer.numbers(flat, clock.tick, clock.layer, clock.again), self._rng)
+        expired = self.table.expired.reshape(-1)[flat // self.table.heads]
+        if expired.any():
+            scores = np.where(expired, np.float32(-np.inf), scores)
+        return np.argpartition(scores, count - 1)[:count]
+
+    def _write(self, frames: IntArray) -> None:
+        """Write those of the frames to swap that it does not hold yet."""
+        assert self.swap is not None
+        slots = self.table.slot.reshape(-1)
+        dirty = frames[slots[self.pool.owner[frames]] == ABSENT]
+        for start in range(0, len(dirty), WRITE_BATCH):
+            batch = dirty[start : start + WRITE_BATCH]
+            slots[self.pool.owner[batch]] = self.swap.write(self.storage.dump(batch))
+            self.counters.swap_writes += len(batch)
+
+    def write_behind(self) -> None:
+        """Make pages clean ahead of need, once the pool is nearly full; a failing swap is left for the eviction."""
+        if self.swap is not None and self.pool.free_count < self._watermark:
+            try:
+                self._write(self.pool.victims())
+            except SwapError:
+                # nothing is lost: the pages stay in their frames, and an eviction that needs one will say so
+                return
+
+    def release(self, row: int) -> None:
+        """Give back the frames and slots of a block that nobody holds."""
+        frames = self.table.frame[row]
+        resident = frames[frames != ABSENT].astype(np.int64)
+        if resident.size:
+            self.pool.free(resident)
+        self.free_slots(row)
+        self.table.clear(row)
+
+    def free_slots(self, row: int) -> None:
+        """Give back the slots of a block: its pages are dirty then."""
+        slots = self.table.slot[row]
+        stored = slots[slots != ABSENT].astype(np.int64)
+        if stored.size and self.swap is not None:
+            self.swap.free(stored)
+        self.table.slot[row] = ABSENT
+
+    def free(self, flat: IntArray) -> None:
+        """Give back the frames of pages that nobody sees any more (discard mode)."""
+        frames = self.table.frame.reshape(-1)
+        self.pool.free(frames[flat].astype(np.int64))
+        frames[flat] = ABSENT
+
+    def check(self) -> None:
+        """Assert that frames, the page table and swap agree."""
+        self.pool.check()
+        frames = self.table.frame.reshape(-1)
+        resident = np.flatnonzero(frames != ABSENT)
+        assert len(resident) == self.pool.used, f"{len(resident)} pages resident, {self.pool.used} frames in use"
+        owners: npt.NDArray[np.int64] = self.pool.owner[frames[resident]]
+        assert (owners == resident).all(), "the page table and the pool disagree on a frame"
+        slots = self.table.slot[self.table.slot != ABSENT]
+        assert len(np.unique(slots)) == len(slots), "two pages have one slot in swap"
+        if self.swap is not None:
+            assert len(slots) == self.swap.used, f"{len(slots)} pages in swap, {self.swap.used} slots in use"

@@ -1,0 +1,103 @@
+"""What the core keeps of one sequence, and of one open step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.ports import IntArray
+
+__all__ = ["Saved", "Sequence", "Step"]
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Sequence:
+    """One sequence of a pager: opaque but for `id`, `length` (committed tokens) and `closed`."""
+
+    def __init__(self, number: int, owner: object, layers: int) -> None:
+        self.id = number
+        self.length = 0
+        self.closed = False
+        self.owner = owner
+        self.rows: IntArray = np.empty(0, np.int64)
+        # tokens written in each layer: equal to `length` but inside a step
+        self.filled: IntArray = np.zeros(layers, np.int64)
+        # committed token ids as far as they are known without a gap from the start; blocks beyond are anonymous
+        self.tokens: list[int] = []
+        # token ids announced at `open`, for steps that bring none
+        self.announced: list[int] = []
+        # chain keys of the leading blocks that may be found by others
+        self.keys: list[bytes] = []
+        # position from which blocks are approximate, and from which they stay private; None for nowhere
+        self.approximate_from: int | None = None
+        self.private_from: int | None = None
+        # discard mode: bool [blocks, layers, heads], the pages that this sequence still sees
+        self.view: BoolArray | None = None
+        self.tick = 0
+
+    def __repr__(self) -> str:
+        return f"Sequence(id={self.id}, length={self.length}{', closed' if self.closed else ''})"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A sequence as it was when a step began."""
+
+    sequence: Sequence
+    blocks: int
+    filled: IntArray
+    view: BoolArray | None
+    approximate_from: int | None
+    private_from: int | None
+    tick: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Saved:
+        """Remember `sequence`."""
+        return cls(
+            sequence,
+            len(sequence.rows),
+            sequence.filled.copy(),
+            None if sequence.view is None else sequence.view.copy(),
+            sequence.approximate_from,
+            sequence.private_from,
+            sequence.tick,
+        )
+
+    def restore(self) -> IntArray:
+        """Put the sequence back; returns the rows that were added since, no longer its own."""
+        sequence = self.sequence
+        added = sequence.rows[self.blocks :]
+        sequence.rows = sequence.rows[: self.blocks].copy()
+        sequence.filled = self.filled.copy()
+        sequence.view = self.view
+        sequence.approximate_from = self.approximate_from
+        sequence.private_from = self.private_from
+        sequence.tick = self.tick
+        return added
+
+
+@dataclass
+class Step:
+    """An open transaction.
+
+    counts   tokens that each sequence brings, by id; None for the implicit step of a single call
+    held     (row, layer) of pages that were open when the step began: they stay in the pool until its end
+    scores   what the scorer knew of a (sequence, layer) before the step first changed it
+    dropped  discard mode: flat indices of pages that left a view in this step, oldest first
+    broken   discard mode: sequences of which a dropped page had to be given up before the commit
+    failed   a call failed half-way: only a rollback is possible
+    """
+
+    saved: list[Saved]
+    counts: dict[int, int] | None
+    tokens: dict[int, list[int]]
+    tick: int
+    held: set[tuple[int, int]] = field(default_factory=set)
+    scores: dict[tuple[int, int], tuple[IntArray, list[npt.NDArray[np.generic]]]] = field(default_factory=dict)
+    dropped: list[tuple[Sequence, IntArray]] = field(default_factory=list)
+    broken: list[Sequence] = field(default_factory=list)
+    failed: bool = False

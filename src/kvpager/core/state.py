@@ -1,0 +1,165 @@
+"""The parts of one pager, wired together, and their sizes."""
+
+from __future__ import annotations
+
+from kvpager.config import KVShape, PagerConfig, parse_size
+from kvpager.core.attention import Attender
+from kvpager.core.blocks import Blocks, KeyMaker
+from kvpager.core.digest import Digest, make_digest
+from kvpager.core.pagetable import PageTable, grown
+from kvpager.core.policies import make
+from kvpager.core.pool import FramePool
+from kvpager.core.residency import Residency
+from kvpager.core.scorer import AttentionScorer
+from kvpager.core.sequence import Sequence, Step
+from kvpager.errors import ConfigError, PoolExhausted
+from kvpager.ports import IntArray, Kernel, Swap
+from kvpager.swap import open_swap
+
+__all__ = ["State", "approximate_settings"]
+
+DEFAULT_POOL = 256 * 2**20
+FRAME_BOOKS = 18  # bytes of the pool's own books a frame: owner, free stack, two flags
+
+
+def approximate_settings(config: PagerConfig) -> str:
+    """All that the bytes of an approximate block depend on besides its tokens."""
+    return (
+        f"budget={config.budget_pages},digest={config.digest},tile={config.tile},page={config.page_size},"
+        f"sink={config.sink_pages},recent={config.recent_pages},scoring=1"
+    )
+
+
+class State:
+    """Everything that a pager owns. `step` is the open transaction, if any."""
+
+    def __init__(self, shape: KVShape, config: PagerConfig, kernel: Kernel, swap: Swap | None) -> None:
+        self.shape, self.config = shape, config
+        selects = config.budget is not None and config.mode == "recall"
+        self.digest: Digest | None = (
+            make_digest(config.digest, shape.layers, shape.kv_heads, shape.head_dim, config.page_size)
+            if selects
+            else None
+        )
+        policy = make(config.policy)
+        self.table = PageTable(shape.layers, shape.kv_heads)
+        self.scorer = AttentionScorer(shape.layers, shape.kv_heads, policy.needs, config.decay, config.grace)
+        # what changes the bytes of a block without being among its tokens goes into every key
+        namespace = f"{config.namespace}|{shape!r}|{config.page_size}|{kernel.name}"
+        keys = KeyMaker(namespace, approximate_settings(config))
+        self.blocks = Blocks(keys, config.page_size, config.prefix_tokens, self._release)
+        if config.max_tokens is not None:
+            # one row more: a block that is copied while its original is still held
+            self.grow(-(-config.max_tokens // config.page_size) + 1)
+        self.page_bytes = shape.page_bytes(config.page_size)
+        self.pool = FramePool(self._frames())
+        if swap is None and config.mode == "recall":
+            swap = open_swap(config.swap, self.page_bytes, parse_size(config.swap_limit, "swap_limit"))
+        self.swap = swap if config.mode == "recall" else None
+        storage = kernel.storage(self.pool.frames, shape, config.page_size)
+        self.residency = Residency(
+            config, self.table, self.pool, storage, self.swap, policy, self.scorer, self._give_up
+        )
+        self.attender = Attender(shape, config, self.residency, kernel, self.digest)
+        self.sequences: dict[int, Sequence] = {}
+        self.step: Step | None = None
+        self.opened = 0
+
+    @property
+    def digest_bytes(self) -> int:
+        """Bytes of the digests."""
+        return self.digest.nbytes if self.digest is not None else 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of page table, block table, scores, and the books of pool and swap."""
+        swap = self.swap.table_bytes if self.swap is not None else 0
+        sequences = sum(8 * len(sequence.rows) for sequence in self.sequences.values())
+        return self.table.nbytes + self.scorer.nbytes + self.blocks.nbytes + self.pool.nbytes + swap + sequences
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all open sequences hold."""
+        return sum(sequence.length for sequence in self.sequences.values())
+
+    def grow(self, rows: int) -> None:
+        """Have room for `rows` blocks in every table."""
+        self.table.grow(rows)
+        self.scorer.grow(rows)
+        if self.digest is not None:
+            self.digest.grow(rows)
+
+    def fit(self) -> None:
+        """Have room for all rows that were handed out."""
+        if self.blocks.rows > self.table.rows:
+            self.grow(grown(self.table.rows, self.blocks.rows))
+
+    def _frames(self) -> int:
+        config = self.config
+        if isinstance(config.pool, int):
+            return config.pool
+        if config.memory is None:
+            size = DEFAULT_POOL if config.pool is None else parse_size(config.pool, "pool")
+            frames = size // self.page_bytes
+            if not frames:
+                raise ConfigError(f"pool: {config.pool} is less than one page, {self.page_bytes} bytes")
+            return frames
+        fixed = self.table.nbytes + self.scorer.nbytes + self.digest_bytes
+        # keys, tokens and swap's checksums grow with the tokens held: count them as if all were held
+        growing = self.table.rows * (8 + 64 + 8 * config.page_size + 8)
+        growing += self.table.frame.size * 8 if config.mode == "recall" else 0
+        memory = parse_size(config.memory, "memory")
+        frames = (memory - fixed - growing) // (self.page_bytes + FRAME_BOOKS)
+        if frames < 1:
+            raise ConfigError(
+                f"memory: {memory} bytes leave no room for pages: digests and tables of {config.max_tokens} tokens "
+                f"take {fixed + growing} bytes"
+            )
+        return int(frames)
+
+    def _release(self, row: int) -> None:
+        self.residency.release(row)
+
+    def unseen(self, flat: IntArray) -> IntArray:
+        """Discard mode: those of some pages that no open sequence's view holds any more."""
+        keep = []
+        pages = self.table.layers * self.table.heads
+        for index, page in enumerate(flat.tolist()):
+            row, within = divmod(page, pages)
+            layer, head = divmod(within, self.table.heads)
+            if not any(self._sees(sequence, row, layer, head) for sequence in self.sequences.values()):
+                keep.append(index)
+        return flat[keep]
+
+    @staticmethod
+    def _sees(sequence: Sequence, row: int, layer: int, head: int) -> bool:
+        if sequence.view is None:
+            return False
+        places = (sequence.rows == row).nonzero()[0]
+        return bool(places.size and sequence.view[places[0], layer, head])
+
+    def settle_dropped(self, step: Step, needed: int | None = None) -> int:
+        """Free the pages that left a view in this step, oldest first: all, or until `needed` frames are free."""
+        freed = 0
+        while step.dropped and (needed is None or freed < needed):
+            sequence, flat = step.dropped.pop(0)
+            gone = self.unseen(flat)
+            self.residency.free(gone)
+            self.residency.counters.discards += len(gone)
+            freed += len(gone)
+            if needed is not None and sequence not in step.broken:
+                step.broken.append(sequence)
+        return freed
+
+    def _give_up(self, count: int) -> None:
+        """Discard mode has nowhere to evict to: give up what this step has dropped (it cannot be rolled back then)."""
+        if self.step is not None:
+            self.settle_dropped(self.step, count)
+
+    def require_frames(self, needed: int, what: str) -> None:
+        """Refuse early what can never fit. Raises PoolExhausted that says the numbers."""
+        if needed > self.pool.frames:
+            raise PoolExhausted(
+                f"{what} needs {needed} frames ({needed * self.page_bytes} bytes) and the pool has "
+                f"{self.pool.frames} ({self.pool.frames * self.page_bytes} bytes): use a larger pool"
+            )

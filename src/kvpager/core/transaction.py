@@ -1,0 +1,238 @@
+"""Steps as transactions: begin, commit, rollback; and writing new keys and values inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvpager.core.pagetable import ABSENT
+from kvpager.core.sequence import Saved, Sequence, Step
+from kvpager.core.state import State
+from kvpager.errors import PoolExhausted, StepError
+from kvpager.ports import FloatArray, IntArray
+
+__all__ = ["begin", "close", "commit", "frames_needed", "free_unseen", "guarded", "implicit", "rollback", "write"]
+
+
+def frames_needed(state: State, growth: dict[int, int]) -> int:
+    """The frames without which a step that adds `growth` tokens (by sequence id) cannot run.
+
+    Recall: the open pages of all live sequences, those that the step opens, and one group.
+    Discard: what the views may hold, and one layer's incoming chunk.
+    """
+    config, shape = state.config, state.shape
+    size, block = config.page_size, shape.layers * shape.kv_heads
+    needed = 0
+    for sequence in state.sequences.values():
+        more = growth.get(sequence.id, 0)
+        total = -(-(sequence.length + more) // size)
+        if config.mode == "discard":
+            assert config.budget_pages is not None
+            kept = min(total, config.budget_pages + -(-config.tile // size) + 1)
+            needed += kept * block + -(-more // size) * shape.kv_heads
+        else:
+            open_now = sequence.length % size > 0
+            opens = more > 0 and sequence.length % size + more > (size if open_now else 0)
+            needed += (open_now + opens) * block
+    return needed if config.mode == "discard" else needed + max(config.group_pages, shape.kv_heads)
+
+
+def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, list[int]], layer: int | None) -> Step:
+    """Open a step in which sequences grow; `layer` names the only one that the implicit step of one call touches.
+
+    Raises PoolExhausted, with nothing changed, when the step can never fit.
+    """
+    config = state.config
+    if config.max_tokens is not None:
+        total = state.tokens + sum(count for _, count in growth)
+        if total > config.max_tokens:
+            raise PoolExhausted(f"{total} tokens would be held and max_tokens is {config.max_tokens}")
+    counts = {sequence.id: count for sequence, count in growth}
+    state.require_frames(frames_needed(state, counts), "the step")
+    step = Step(
+        saved=[Saved.of(sequence) for sequence, _ in growth],
+        counts=counts if layer is None else None,
+        tokens=tokens,
+        tick=state.residency.clock.tick,
+    )
+    state.residency.clock.tick += 1
+    layers = range(state.shape.layers) if layer is None else (layer,)
+    for sequence, count in growth:
+        sequence.tick += 1
+        _add_blocks(state, sequence, int(sequence.filled[list(layers)].max()) + count)
+        for each in layers:
+            filled = int(sequence.filled[each])
+            if filled % config.page_size:
+                step.held.add((int(sequence.rows[filled // config.page_size]), each))
+    state.step = step
+    return step
+
+
+def _add_blocks(state: State, sequence: Sequence, tokens: int) -> None:
+    more = -(-tokens // state.config.page_size) - len(sequence.rows)
+    if more <= 0:
+        return
+    fresh = np.array([state.blocks.take() for _ in range(more)], np.int64)
+    sequence.rows = np.concatenate([sequence.rows, fresh])
+    state.fit()
+    if sequence.view is not None:
+        seen = np.ones((more, state.shape.layers, state.shape.kv_heads), np.bool_)
+        sequence.view = np.concatenate([sequence.view, seen])
+
+
+def write(state: State, step: Step, sequence: Sequence, layer: int, keys: FloatArray, values: FloatArray) -> None:
+    """Write new tokens of one layer, [H, T, D], into pages; pages that fill are sealed and get their digest."""
+    size = state.config.page_size
+    most = max(1, state.config.group_pages // state.shape.kv_heads)
+    done, total = 0, keys.shape[1]
+    while done < total:
+        filled = int(sequence.filled[layer])
+        index, offset = divmod(filled, size)
+        left = total - done
+        if offset or left < size:
+            blocks, count = 1, min(size - offset, left)
+        else:
+            blocks = min(left // size, most)
+            count = blocks * size
+        rows = sequence.rows[index : index + blocks]
+        if offset:
+            frames = state.table.frame[rows, layer].astype(np.int64)
+        else:
+            frames = state.residency.place(rows, layer)
+            state.scorer.born(rows, layer, np.arange(index, index + blocks), state.attender.now(sequence))
+        chunk = slice(done, done + count)
+        _store(state, frames, offset, keys[:, chunk], values[:, chunk])
+        sequence.filled[layer] = filled + count
+        done += count
+        if (offset + count) % size == 0:
+            _seal(state, step, rows, layer, frames)
+
+
+def _store(state: State, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
+    """Keys and values [H, blocks * tokens, D] into frames [blocks, H]."""
+    blocks, heads = frames.shape
+
+    def by_page(new: FloatArray) -> FloatArray:
+        return (
+            new.reshape(heads, blocks, -1, new.shape[2]).transpose(1, 0, 2, 3).reshape(blocks * heads, -1, new.shape[2])
+        )
+
+    state.residency.storage.write(frames.ravel(), offset, by_page(keys), by_page(values))
+
+
+def _seal(state: State, step: Step, rows: IntArray, layer: int, frames: IntArray) -> None:
+    state.table.sealed[rows, layer] = True
+    if state.digest is not None:
+        # from the stored keys, not from those that came in: attention will see the rounded ones
+        keys, _ = state.residency.storage.read(frames.ravel())
+        state.digest.build(layer, rows, keys.reshape(*frames.shape, *keys.shape[1:]))
+    if (int(rows[0]), layer) not in step.held:
+        state.pool.evictable[frames.ravel()] = True
+
+
+def commit(state: State, step: Step) -> None:
+    """Make the step's tokens part of their sequences. Raises StepError where a layer has not had them all."""
+    if step.failed:
+        raise StepError("commit: a call of this step failed; roll it back")
+    if step.counts is not None:
+        for saved in step.saved:
+            sequence = saved.sequence
+            missing = np.flatnonzero(sequence.filled != sequence.length + step.counts[sequence.id])
+            if missing.size:
+                raise StepError(
+                    f"commit: sequence {sequence.id} got no keys in layers {missing.tolist()}; "
+                    "append to every layer first"
+                )
+    for row, layer in step.held:
+        if state.table.sealed[row, layer]:
+            state.pool.evictable[state.table.frame[row, layer]] = True
+    for saved in step.saved:
+        sequence = saved.sequence
+        before, sequence.length = sequence.length, int(sequence.filled.min())
+        _name_blocks(state, sequence, before, step.tokens.get(sequence.id))
+    state.settle_dropped(step)
+    state.step = None
+    counters = state.residency.counters
+    counters.most_tokens = max(counters.most_tokens, state.tokens)
+    state.residency.write_behind()
+
+
+def _name_blocks(state: State, sequence: Sequence, before: int, tokens: list[int] | None) -> None:
+    """Register the blocks whose tokens are known without a gap and that others may share."""
+    if len(sequence.tokens) == before:
+        sequence.tokens += sequence.announced[before : sequence.length] if tokens is None else tokens
+    if state.config.mode == "discard":
+        return
+    size = state.config.page_size
+    end = len(sequence.tokens) if sequence.private_from is None else min(len(sequence.tokens), sequence.private_from)
+    for index in range(len(sequence.keys), end // size):
+        stop = (index + 1) * size
+        approximate = sequence.approximate_from is not None and stop > sequence.approximate_from
+        parent = sequence.keys[-1] if sequence.keys else b""
+        row = int(sequence.rows[index])
+        sequence.keys.append(state.blocks.register(row, parent, sequence.tokens[stop - size : stop], approximate))
+
+
+def rollback(state: State, step: Step) -> None:
+    """Undo the open step: lengths, pages, views and scores are as before it began.
+
+    In discard mode a sequence of which dropped pages had to be given up meanwhile cannot be put back: it is closed.
+    """
+    state.step = None
+    for row, layer in step.held:
+        # held pages never left the pool; those that filled are open again
+        state.table.sealed[row, layer] = False
+    for (_, layer), (rows, snapshot) in step.scores.items():
+        state.scorer.restore(rows, layer, snapshot)
+    for saved in step.saved:
+        for row in saved.restore().tolist():
+            state.blocks.drop(row)
+    step.dropped.clear()
+    state.residency.clock.tick = step.tick
+    for sequence in step.broken:
+        close(state, sequence)
+
+
+@contextmanager
+def guarded(state: State) -> Iterator[None]:
+    """Mark the open step as failed when a call inside it fails half-way."""
+    try:
+        yield
+    except BaseException:
+        if state.step is not None:
+            state.step.failed = True
+        raise
+
+
+@contextmanager
+def implicit(state: State, sequence: Sequence, tokens: int, layer: int) -> Iterator[Step]:
+    """The step of a single call outside begin/commit: committed when it succeeds, rolled back when it fails."""
+    step = begin(state, [(sequence, tokens)], {}, layer)
+    try:
+        yield step
+    except BaseException:
+        rollback(state, step)
+        raise
+    commit(state, step)
+
+
+def close(state: State, sequence: Sequence) -> None:
+    """Let go of all blocks of a sequence."""
+    sequence.closed = True
+    del state.sequences[sequence.id]
+    # what is cached last is reclaimed last: leading blocks are worth most, so they are let go of last
+    for row in sequence.rows[::-1].tolist():
+        state.blocks.drop(row)
+    if sequence.view is not None:
+        free_unseen(state, sequence.rows)
+    sequence.rows = sequence.rows[:0]
+
+
+def free_unseen(state: State, rows: IntArray) -> None:
+    """Discard mode: free resident pages of rows that other sequences hold but no longer see."""
+    shared = [row for row in rows.tolist() if state.blocks.references[row]]
+    for row in shared:
+        within = np.flatnonzero(state.table.frame[row].reshape(-1) != ABSENT)
+        state.residency.free(state.unseen(row * state.table.layers * state.table.heads + within))

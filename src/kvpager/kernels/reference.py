@@ -1,0 +1,219 @@
+"""The reference kernel: attention over scattered pages in NumPy, accumulated in float32.
+
+It is the oracle of every faster kernel and the fallback where none is built. Attention runs over fixed
+groups of pages; :func:`merge` joins the groups by their log-sum-exp (as in FlashAttention's split over
+keys, arXiv 2205.14135), so that the same groups give the same bits wherever the pages lay.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.config import KVShape
+from kvpager.ports import FloatArray, FrameStorage, IntArray, PageList, Partial, TileQuery
+
+__all__ = ["ReferenceKernel", "ReferenceStorage", "merge", "token_scores"]
+
+BoolArray = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+_STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def token_scores(queries: FloatArray, keys: FloatArray, scale: float | None = None) -> FloatArray:
+    """Scaled products of queries with keys, before the softmax.
+
+    queries  float32 [query_heads, T, D]
+    keys     float32 [kv_heads, N, D]; query_heads is a multiple of kv_heads
+    scale    by default D ** -0.5
+
+    Returns float32 [query_heads, T, N].
+    """
+    heads, tokens, dim = queries.shape
+    kv_heads, count, _ = keys.shape
+    factor = np.float32(dim**-0.5 if scale is None else scale)
+    grouped = (queries * factor).reshape(kv_heads, heads // kv_heads * tokens, dim)
+    scores: FloatArray = np.matmul(grouped, keys.transpose(0, 2, 1))
+    return scores.reshape(heads, tokens, count)
+
+
+def merge(parts: list[Partial]) -> tuple[FloatArray, FloatArray]:
+    """Join the attention of several groups of pages by their log-sum-exp, in the order given.
+
+    Returns the output, float32 [H * G, T, D], and the log-sum-exp over all groups, float32 [H * G, T]
+    (-inf and zeros where no key was visible).
+    """
+    if len(parts) == 1:
+        return parts[0].output, parts[0].lse
+    stacked = np.stack([part.lse for part in parts])
+    top = stacked.max(axis=0)
+    safe = np.where(np.isfinite(top), top, np.float32(0))
+    weights = np.exp(stacked - safe)
+    total = weights.sum(axis=0)
+    with np.errstate(divide="ignore"):
+        lse = safe + np.log(total)
+    weights /= np.where(total > 0, total, np.float32(1))
+    output = parts[0].output * weights[0][..., None]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        output += part.output * weight[..., None]
+    return output, lse
+
+
+class ReferenceStorage:
+    """Frames as two arrays, keys and values, each [frames, P * D] in the stored dtype.
+
+    bfloat16 is held as uint16 (NumPy has no such type) and rounded to nearest even on the way in.
+    """
+
+    def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
+        stored = _STORED[shape.dtype]
+        self._bf16 = shape.dtype == "bfloat16"
+        self._dims = (page_size, shape.head_dim)
+        width = page_size * shape.head_dim
+        # zeros, not empty: the system hands out zeroed memory lazily, and no slot can hold a stray NaN
+        self._keys = np.zeros((frames, width), stored)
+        self._values = np.zeros((frames, width), stored)
+        self.page_bytes = shape.page_bytes(page_size)
+        self.nbytes = self._keys.nbytes + self._values.nbytes
+
+    def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
+        """Store tokens `offset`.. of each frame's page; keys and values are float32 [n, tokens, D]."""
+        size, dim = self._dims
+        stop = offset + keys.shape[1]
+        for held, new in ((self._keys, keys), (self._values, values)):
+            held.reshape(-1, size, dim)[frames, offset:stop] = _to_bf16(new) if self._bf16 else new
+
+    def read(self, frames: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Keys and values of whole pages, float32 [n, P, D] each."""
+        return self._gather(self._keys, frames), self._gather(self._values, frames)
+
+    def _gather(self, held: npt.NDArray[np.generic], frames: IntArray) -> FloatArray:
+        taken = np.take(held, frames, axis=0)
+        if self._bf16:
+            wide = taken.astype(np.uint32)
+            wide <<= 16
+            plain = wide.view(np.float32)
+        else:
+            plain = taken.astype(np.float32, copy=False)
+        return plain.reshape(-1, *self._dims)
+
+    def load(self, frames: IntArray, pages: Bytes) -> None:
+        """Fill frames from stored bytes, uint8 [n, page_bytes]."""
+        half = self.page_bytes // 2
+        self._keys.view(np.uint8)[frames] = pages[:, :half]
+        self._values.view(np.uint8)[frames] = pages[:, half:]
+
+    def dump(self, frames: IntArray) -> Bytes:
+        """The stored bytes of frames, uint8 [n, page_bytes], bit-equal."""
+        half = self.page_bytes // 2
+        pages = np.empty((len(frames), self.page_bytes), np.uint8)
+        pages[:, :half] = np.take(self._keys, frames, axis=0).view(np.uint8)
+        pages[:, half:] = np.take(self._values, frames, axis=0).view(np.uint8)
+        return pages
+
+    def copy(self, source: IntArray, target: IntArray) -> None:
+        """Copy frames to frames."""
+        self._keys[target] = self._keys[source]
+        self._values[target] = self._values[source]
+
+
+def _to_bf16(plain: FloatArray) -> npt.NDArray[np.uint16]:
+    bits = np.ascontiguousarray(plain, np.float32).view(np.uint32)
+    rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
+    return (rounded >> 16).astype(np.uint16)
+
+
+class ReferenceKernel:
+    """Kernel in NumPy: any head_dim, any grouping of heads, sliding windows and soft-capping."""
+
+    name = "reference"
+
+    def storage(self, frames: int, shape: KVShape, page_size: int) -> ReferenceStorage:
+        """Make the bytes of `frames` frames."""
+        return ReferenceStorage(frames, shape, page_size)
+
+    def attend(self, storage: FrameStorage, tile: TileQuery, pages: PageList) -> Partial:
+        """Attend one tile to one group of pages, causally, within the window.
+
+        Slots of a page that are not written, or not visible, have no influence, whatever they hold.
+        """
+        keys, values = storage.read(pages.frames)
+        count, size, dim = keys.shape
+        heads, tokens, _ = tile.queries.shape
+        group = heads // pages.kv_heads
+        output = np.zeros((heads, tokens, dim), np.float32)
+        lse = np.full((heads, tokens), -np.inf, np.float32)
+        page_lse = np.empty((count, group, tokens), np.float32)
+        plain = self._wholly_visible(tile, pages, size)
+        bounds = np.searchsorted(pages.heads, np.arange(pages.kv_heads + 1)).tolist()
+        for head in range(pages.kv_heads):
+            if bounds[head] == bounds[head + 1]:
+                continue
+            rows = slice(head * group, (head + 1) * group)
+            span = slice(bounds[head], bounds[head + 1])
+            hidden = None if plain[span].all() else self._hidden(tile, pages, span, size)
+            own_values = values[span].reshape(-1, dim)
+            if hidden is not None:
+                # a product of zero weight with a stray NaN or inf would still be NaN
+                own_values = np.where(hidden.all(axis=0)[:, None], np.float32(0), own_values)
+            result = _softmax_attend(tile, tile.queries[rows], keys[span].reshape(-1, dim), own_values, hidden, size)
+            output[rows], lse[rows], page_lse[span] = result
+        return Partial(output, lse, page_lse)
+
+    @staticmethod
+    def _wholly_visible(tile: TileQuery, pages: PageList, size: int) -> BoolArray:
+        """Pages of which every query of the tile sees every token: bool [n]."""
+        whole: BoolArray = (pages.counts == size) & (pages.starts + size - 1 <= tile.start)
+        if tile.window is not None:
+            last = tile.start + tile.queries.shape[1] - 1
+            whole &= pages.starts > last - tile.window
+        return whole
+
+    @staticmethod
+    def _hidden(tile: TileQuery, pages: PageList, span: slice, size: int) -> BoolArray:
+        """Tokens that a query must not see: bool [T, pages * P]."""
+        offsets = np.arange(size)
+        keys = pages.starts[span, None] + offsets
+        queries = tile.start + np.arange(tile.queries.shape[1])[:, None]
+        flat = keys.reshape(1, -1)
+        hidden: BoolArray = (flat > queries) | (offsets >= pages.counts[span, None]).reshape(1, -1)
+        if tile.window is not None:
+            hidden |= flat <= queries - tile.window
+        return hidden
+
+
+def _softmax_attend(
+    tile: TileQuery,
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    hidden: BoolArray | None,
+    size: int,
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """One KV head: queries [G, T, D] over keys and values [N, D]; output [G, T, D], lse [G, T], page_lse [n, G, T]."""
+    group, tokens, dim = queries.shape
+    scores = (queries.reshape(-1, dim) * np.float32(tile.scale)) @ keys.T
+    if tile.softcap is not None:
+        cap = np.float32(tile.softcap)
+        scores /= cap
+        np.tanh(scores, out=scores)
+        scores *= cap
+    if hidden is not None:
+        np.copyto(scores.reshape(group, tokens, -1), -np.inf, where=hidden)
+    top = scores.max(axis=1)
+    top[~np.isfinite(top)] = 0
+    scores -= top[:, None]
+    weights = np.exp(scores, out=scores)
+    # a product with ones sums each page's tokens faster than a reduction over so short an axis
+    by_page = (weights.reshape(-1, size) @ np.ones(size, np.float32)).reshape(group * tokens, -1)
+    total = by_page.sum(axis=1)
+    output = weights @ values
+    output /= np.where(total > 0, total, np.float32(1))[:, None]
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+        page_lse = top[:, None] + np.log(by_page)
+    return (
+        output.reshape(group, tokens, dim),
+        lse.reshape(group, tokens),
+        page_lse.reshape(group, tokens, -1).transpose(2, 0, 1),
+    )
