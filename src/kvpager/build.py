@@ -6,7 +6,6 @@ same things in the same way. Heavy packages (torch, transformers) are imported o
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpager.config import DigestKind, KVShape, Mode, PagerConfig, PolicyName, parse_size
 from kvpager.errors import ConfigError, SwapError
+from kvpager.models.cache import cache_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
 
-__all__ = ["PagerOptions", "cache_directory", "load_model", "make_cache", "pager_config"]
+__all__ = ["PagerOptions", "load_model", "make_cache", "pager_config"]
 
 KERNELS = ("reference",)
 DEFAULT_POOL_BYTES = 256 * 2**20
@@ -53,13 +53,6 @@ class PagerOptions:
     swap_limit: str = "64GiB"
     kernel: str = "reference"
     seed: int = 0
-
-
-def cache_directory() -> Path:
-    """Where kvpager keeps files that can be made again: ``$XDG_CACHE_HOME/kvpager``, or ``~/.cache/kvpager``."""
-    base = os.environ.get("XDG_CACHE_HOME") or ""
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "kvpager"
 
 
 def full_frames(tokens: int, shape: KVShape, page_size: int) -> int:

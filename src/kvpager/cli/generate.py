@@ -129,9 +129,9 @@ def encode(loaded: LoadedModel, prompt: str, *, raw: bool) -> list[int]:
 
     Raises InputError when the model has no chat template, or when no token comes out.
     """
-    tokenizer = loaded.tokenizer
+    tokenizer: Any = loaded.tokenizer
     if raw:
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt)["input_ids"]
     else:
         if not tokenizer.chat_template:
             raise InputError(f"prompt: {loaded.name} has no chat template; use --raw")
@@ -139,7 +139,7 @@ def encode(loaded: LoadedModel, prompt: str, *, raw: bool) -> list[int]:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     if not ids:
         raise InputError("prompt: it has no tokens")
-    return ids
+    return list(ids)
 
 
 def fit(loaded: LoadedModel, prompt_tokens: int, max_tokens: int) -> int:
