@@ -37,7 +37,7 @@ BOX_BLOCK = 8  # boxes that one matrix product takes together
 SLAB_FLOATS = 1 << 19  # numbers of scratch that about fit a core's L2 cache: passes over a slab then cost little
 SLAB_PAGES = 512
 # OpenBLAS goes parallel above this many multiply-adds a product. Its workers spin, and on cores shared with
-# PyTorch's a product of 0.3 ms then took 16 ms or more (measured); alone on one core it loses nothing here.
+# PyTorch's a product of 0.25 ms then took 12 to 16 ms (measured); alone on one core it loses nothing here.
 SERIAL_PRODUCT = 1 << 18
 LOWEST = np.float32(-1e30)  # stands in for a peak of -inf, so that -inf - peak stays -inf
 EPSILON = np.float32(1e-30)  # a scale above zero for channels that are all zeros
@@ -118,7 +118,7 @@ class Digest(ABC):
         tile     queries [H * G, T, D] with scale, softcap and window; all candidates lie before the tile
         starts   int [n], position of each page's first token; read only under a window
         own_lse  float32 [H * G, T]: log-sum-exp of each query's scores of the tile's own keys. With it, masses are
-                 shares of all attention and not of the candidates' alone: about half of what 2-bit selection
+                 shares of all attention and not of the candidates' alone: a third to a half of what 2-bit selection
                  loses against the best one is won back (measured by benchmarks/digest_quality.py)
 
         Returns float32 [H, n]. Each query's softmax is taken by itself; queries are never averaged. A query
