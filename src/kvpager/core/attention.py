@@ -184,16 +184,17 @@ class Attender:
     def _choose(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> tuple[BoolArray, float]:
         """The budget's worth of past pages with the largest estimated mass: bool [H, n], and their share of it."""
         assert self._digest is not None
-        assert self._config.budget_pages is not None
+        config = self._config
+        assert config.budget_pages is not None
         rows = sequence.rows[tile.first : tile.own]
-        starts = np.arange(tile.first, tile.own) * self._config.page_size
+        starts = np.arange(tile.first, tile.own) * config.page_size
         estimate = self._digest.estimate(layer, rows, tile.query, starts)
-        # under a sliding window the sequence's first blocks may be out of sight, and the window has no sink
-        sinks = max(0, self._config.sink_pages - tile.first)
-        choice = select(estimate, self._config.budget_pages, sinks, self._config.recent_pages)
+        choice = select(
+            estimate, config.budget_pages, sinks=config.sink_pages, recent=config.recent_pages, first_block=tile.first
+        )
         self._remember_scores(step, sequence, layer)
         self._residency.scorer.estimated(rows, layer, estimate / choice.threshold, self.now(sequence))
-        return choice.selected, choice.coverage
+        return choice.chosen, choice.coverage
 
     def _mark_approximate(self, sequence: Sequence, tile: _Tile) -> None:
         """Keys of later layers now depend on the selection; only whole tiles are reproducible by others."""

@@ -125,34 +125,46 @@ class Residency:
                 self.swap.prefetch(self.table.slot[rows, layer, heads][absent].astype(np.int64))
 
     def make_room(self, count: int) -> None:
-        """Evict up to `count` pages, those of least score; dirty ones are written to swap first."""
+        """Evict up to `count` pages, those of least score; dirty ones are written to swap first.
+
+        Where swap can take no more, only clean pages leave; SwapError when there are too few of them.
+        """
         if self.swap is None:
             self._give_up(count)
             return
-        frames = self.pool.victims()
-        if count < len(frames):
-            frames = frames[self._lowest(self.pool.owner[frames], count)]
-        elif not len(frames):
-            return
-        self._write(frames)
+        frames = self._least(self.pool.victims(), count)
+        try:
+            self._write(frames)
+        except SwapError:
+            victims = self.pool.victims()
+            frames = self._least(victims[self._clean(victims)], count)
+            if len(frames) < count:
+                raise
         flat = self.pool.owner[frames]
         self.table.frame.reshape(-1)[flat] = ABSENT
         self.pool.free(frames)
         self.counters.evictions += len(frames)
 
-    def _lowest(self, flat: IntArray, count: int) -> IntArray:
-        clock = self.clock
+    def _least(self, frames: IntArray, count: int) -> IntArray:
+        """The `count` frames whose pages score least, or all where there are no more."""
+        if count >= len(frames):
+            return frames
+        flat, clock = self.pool.owner[frames], self.clock
         scores = self.policy.score(self.scorer.numbers(flat, clock.tick, clock.layer, clock.again), self._rng)
         expired = self.table.expired.reshape(-1)[flat // self.table.heads]
         if expired.any():
             scores = np.where(expired, np.float32(-np.inf), scores)
-        return np.argpartition(scores, count - 1)[:count]
+        return frames[np.argpartition(scores, count - 1)[:count]]
+
+    def _clean(self, frames: IntArray) -> npt.NDArray[np.bool_]:
+        """Which frames' pages swap holds already."""
+        return self.table.slot.reshape(-1)[self.pool.owner[frames]] != ABSENT
 
     def _write(self, frames: IntArray) -> None:
         """Write those of the frames to swap that it does not hold yet."""
         assert self.swap is not None
         slots = self.table.slot.reshape(-1)
-        dirty = frames[slots[self.pool.owner[frames]] == ABSENT]
+        dirty = frames[~self._clean(frames)]
         for start in range(0, len(dirty), WRITE_BATCH):
             batch = dirty[start : start + WRITE_BATCH]
             slots[self.pool.owner[batch]] = self.swap.write(self.storage.dump(batch))

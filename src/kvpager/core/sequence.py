@@ -87,7 +87,8 @@ class Step:
     counts   tokens that each sequence brings, by id; None for the implicit step of a single call
     held     (row, layer) of pages that were open when the step began: they stay in the pool until its end
     scores   what the scorer knew of a (sequence, layer) before the step first changed it
-    dropped  discard mode: flat indices of pages that left a view in this step, oldest first
+    dropped  discard mode: flat indices of pages that left a view in this step, oldest first; the first `settled`
+             entries have been given up
     broken   discard mode: sequences of which a dropped page had to be given up before the commit
     failed   a call failed half-way: only a rollback is possible
     """
@@ -99,5 +100,6 @@ class Step:
     held: set[tuple[int, int]] = field(default_factory=set)
     scores: dict[tuple[int, int], tuple[IntArray, list[npt.NDArray[np.generic]]]] = field(default_factory=dict)
     dropped: list[tuple[Sequence, IntArray]] = field(default_factory=list)
+    settled: int = 0
     broken: list[Sequence] = field(default_factory=list)
     failed: bool = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvpager.config import KVShape, PagerConfig, parse_size
 from kvpager.core.attention import Attender
 from kvpager.core.blocks import Blocks, KeyMaker
 from kvpager.core.digest import Digest, make_digest
-from kvpager.core.pagetable import PageTable, grown
+from kvpager.core.pagetable import ABSENT, PageTable, grown
 from kvpager.core.policies import make
 from kvpager.core.pool import FramePool
 from kvpager.core.residency import Residency
@@ -14,11 +16,12 @@ from kvpager.core.scorer import AttentionScorer
 from kvpager.core.sequence import Sequence, Step
 from kvpager.errors import ConfigError, PoolExhausted
 from kvpager.ports import IntArray, Kernel, Swap
-from kvpager.swap import open_swap
+from kvpager.swap import SLAB_BYTES, open_swap
 
 __all__ = ["State", "approximate_settings"]
 
 DEFAULT_POOL = 256 * 2**20
+SLOT_BOOKS = 9  # bytes of swap's own books a slot: checksum, free list, a flag
 FRAME_BOOKS = 18  # bytes of the pool's own books a frame: owner, free stack, two flags
 
 
@@ -105,9 +108,10 @@ class State:
                 raise ConfigError(f"pool: {config.pool} is less than one page, {self.page_bytes} bytes")
             return frames
         fixed = self.table.nbytes + self.scorer.nbytes + self.digest_bytes
-        # keys, tokens and swap's checksums grow with the tokens held: count them as if all were held
+        # keys, tokens and swap's own books grow with the tokens held: count them as if all were held
         growing = self.table.rows * (8 + 64 + 8 * config.page_size + 8)
-        growing += self.table.frame.size * 8 if config.mode == "recall" else 0
+        if config.mode == "recall":
+            growing += SLOT_BOOKS * (self.table.frame.size * 9 // 8 + SLAB_BYTES // self.page_bytes)
         memory = parse_size(config.memory, "memory")
         frames = (memory - fixed - growing) // (self.page_bytes + FRAME_BOOKS)
         if frames < 1:
@@ -121,15 +125,16 @@ class State:
         self.residency.release(row)
 
     def unseen(self, flat: IntArray) -> IntArray:
-        """Discard mode: those of some pages that no open sequence's view holds any more."""
+        """Discard mode: those of some pages that are resident though no open sequence's view holds them any more."""
+        resident = flat[self.table.frame.reshape(-1)[flat] != ABSENT]
         keep = []
         pages = self.table.layers * self.table.heads
-        for index, page in enumerate(flat.tolist()):
+        for index, page in enumerate(resident.tolist()):
             row, within = divmod(page, pages)
             layer, head = divmod(within, self.table.heads)
             if not any(self._sees(sequence, row, layer, head) for sequence in self.sequences.values()):
                 keep.append(index)
-        return flat[keep]
+        return resident[keep]
 
     @staticmethod
     def _sees(sequence: Sequence, row: int, layer: int, head: int) -> bool:
@@ -141,14 +146,16 @@ class State:
     def settle_dropped(self, step: Step, needed: int | None = None) -> int:
         """Free the pages that left a view in this step, oldest first: all, or until `needed` frames are free."""
         freed = 0
-        while step.dropped and (needed is None or freed < needed):
-            sequence, flat = step.dropped.pop(0)
-            gone = self.unseen(flat)
+        while step.settled < len(step.dropped) and (needed is None or freed < needed):
+            gone = self.unseen(step.dropped[step.settled][1])
+            step.settled += 1
             self.residency.free(gone)
             self.residency.counters.discards += len(gone)
             freed += len(gone)
-            if needed is not None and sequence not in step.broken:
-                step.broken.append(sequence)
+            if needed is not None and len(gone):
+                # whoever dropped one of these pages in this step can't have it back
+                losers = [sequence for sequence, pages in step.dropped if np.isin(pages, gone).any()]
+                step.broken += [loser for loser in losers if loser not in step.broken]
         return freed
 
     def _give_up(self, count: int) -> None:

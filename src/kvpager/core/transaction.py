@@ -189,7 +189,6 @@ def rollback(state: State, step: Step) -> None:
     for saved in step.saved:
         for row in saved.restore().tolist():
             state.blocks.drop(row)
-    step.dropped.clear()
     state.residency.clock.tick = step.tick
     for sequence in step.broken:
         close(state, sequence)

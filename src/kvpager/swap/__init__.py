@@ -10,8 +10,9 @@ from pathlib import Path
 from kvpager.ports import Swap
 from kvpager.swap.file import FileSwap
 from kvpager.swap.memory import MemorySwap
+from kvpager.swap.slots import SLAB_BYTES
 
-__all__ = ["FileSwap", "MemorySwap", "open_swap"]
+__all__ = ["SLAB_BYTES", "FileSwap", "MemorySwap", "open_swap"]
 
 
 def open_swap(swap: str | Path | None, page_bytes: int, limit_bytes: int) -> Swap:
