@@ -1,0 +1,88 @@
+"""The attention function that transformers calls, and its registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvpager.errors import CacheMismatch, InputError, UnsupportedModel
+from kvpager.hf.mask import pager_mask
+from kvpager.hf.step import Step
+
+__all__ = ["HANDLE", "NAME", "pager_attention", "register"]
+
+NAME = "kvpager"
+HANDLE = "kvpager_step"  # where PagerCache.update leaves the step in the arguments of the attention
+
+# Arguments that some models hand to their attention and that change its result: none is computed here.
+_REFUSED = {
+    "s_aux": "attention sinks",
+    "position_bias": "position biases",
+    "head_mask": "head masks",
+    "indices": "sparse attention",
+    "cu_seq_lens_q": "packed sequences",
+    "cu_seq_lens_k": "packed sequences",
+}
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvpager"`` known to transformers: its attention and its mask. Idempotent."""
+    AttentionInterface.register(NAME, pager_attention)
+    AttentionMaskInterface.register(NAME, pager_mask)
+
+
+def pager_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend through the pager of the PagerCache that took this layer's keys and values.
+
+    query [B, Hq, T, D], key and value [B, H, T, D] (the new tokens alone), attention_mask [B, columns] or None;
+    returns [B, T, Hq, D] in the query's dtype, zeros where a column is padding, and no weights.
+    Raises CacheMismatch without a PagerCache, InputError for dropout, training, weights asked for or a mask that
+    is not two-dimensional, UnsupportedModel for arguments that kvpager doesn't compute.
+    """
+    step = kwargs.get(HANDLE)
+    if not isinstance(step, Step):
+        raise CacheMismatch(
+            "attn_implementation='kvpager' attends through a PagerCache, and this forward has none: pass "
+            "cache=kvpager.hf.PagerCache(model.config, ...) and leave use_cache on, or load the model with "
+            "attn_implementation='sdpa'"
+        )
+    step.pending = False
+    _check(module, step, dropout, sliding_window, kwargs)
+    return step.attend(query, key, value, attention_mask, scaling, softcap), None
+
+
+def _check(
+    module: torch.nn.Module, step: Step, dropout: float, sliding_window: int | None, kwargs: dict[str, Any]
+) -> None:
+    if module.training or dropout:
+        raise InputError(
+            f"the model is in training mode (dropout {dropout}): kvpager serves inference; call model.eval() first"
+        )
+    if kwargs.get("output_attentions"):
+        raise InputError("output_attentions: True; kvpager keeps no attention weights, load with 'eager' to see them")
+    name = type(module).__name__
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(f"{name}: its attention is not causal")
+    window = step.pager.shape.window(step.layer)
+    if window != sliding_window:
+        raise UnsupportedModel(
+            f"{name}: layer {step.layer} attends with a sliding window of {sliding_window}, "
+            f"but its configuration says {window}"
+        )
+    for argument, what in _REFUSED.items():
+        if kwargs.get(argument) is not None:
+            raise UnsupportedModel(f"{name}: it hands {argument} to its attention ({what}), which kvpager can't do")

@@ -1,0 +1,187 @@
+"""One forward through the model: from a batch of torch tensors to one pager sequence a row, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpager.core.pager import Pager
+from kvpager.core.sequence import Sequence
+from kvpager.errors import InputError
+from kvpager.ports import FloatArray
+
+if TYPE_CHECKING:
+    from kvpager.hf.cache import PagerCache
+
+__all__ = ["BoolArray", "Row", "Step", "columns_seen", "rows_of"]
+
+BoolArray = npt.NDArray[np.bool_]
+# Which of a forward's columns are a row's real tokens: None for all of them.
+Where = slice | npt.NDArray[np.int64] | None
+
+
+class Row:
+    """A row of the batch that has real tokens in this forward.
+
+    index      which row; sequence its pager sequence
+    where      the columns of this forward that hold its tokens, None for all
+    count      how many they are
+    """
+
+    __slots__ = ("count", "index", "sequence", "where")
+
+    def __init__(self, index: int, sequence: Sequence, where: Where, count: int) -> None:
+        self.index, self.sequence, self.where, self.count = index, sequence, where, count
+
+
+def columns_seen(
+    mask: torch.Tensor | None, before: BoolArray | None, batch: int, past: int, new: int
+) -> BoolArray | None:
+    """Which columns are real after a forward of `new` columns: bool [batch, past + new], or None for all.
+
+    `mask` is the forward's padding mask and `before` what is known of the `past` columns. Raises InputError
+    when the mask has another shape, or says something else of past columns than when they were stored.
+    """
+    if mask is None:
+        if before is None:
+            return None
+        raise InputError("attention_mask: the cache holds padded rows, so every forward needs the mask of all columns")
+    if mask.ndim != 2:
+        raise InputError(
+            f"attention_mask: it has {mask.ndim} dimensions; kvpager takes the padding mask, [batch, columns]"
+        )
+    if tuple(mask.shape) != (batch, past + new):
+        raise InputError(
+            f"attention_mask: its shape is {tuple(mask.shape)}, not {(batch, past + new)}: "
+            f"{batch} rows, {past} columns in the cache and {new} new ones"
+        )
+    real: BoolArray = mask.detach().cpu().numpy().astype(bool)  # a copy: the mask belongs to the caller
+    changed = (real[:, :past] != (True if before is None else before)).any(axis=1)
+    if changed.any():
+        row = int(np.flatnonzero(changed)[0])
+        raise InputError(f"attention_mask: row {row} differs from what it said of columns already in the cache")
+    return real
+
+
+def rows_of(sequences: SequenceOf[Sequence], real: BoolArray | None, new: int) -> list[Row]:
+    """The rows with real tokens among the last `new` columns."""
+    if real is None:
+        return [Row(index, sequence, None, new) for index, sequence in enumerate(sequences)]
+    rows = []
+    for index, sequence in enumerate(sequences):
+        columns = np.flatnonzero(real[index, -new:])
+        count = len(columns)
+        if count == new:
+            rows.append(Row(index, sequence, None, new))
+        elif count and columns[-1] - columns[0] + 1 == count:  # one run, as with padding on one side
+            rows.append(Row(index, sequence, slice(int(columns[0]), int(columns[-1]) + 1), count))
+        elif count:
+            rows.append(Row(index, sequence, columns, count))
+    return rows
+
+
+def _numpy(states: torch.Tensor, where: Where) -> FloatArray:
+    """One row's states, [heads, tokens, head_dim], as float32; a view where the dtype allows it."""
+    if where is not None:
+        states = states[:, where]
+    if states.dtype is not torch.float32:
+        states = states.float()
+    array: FloatArray = states.detach().cpu().numpy()
+    return array
+
+
+class Step:
+    """A forward that has begun: shared by all layers, and handed from the cache to the attention.
+
+    layer     the layer whose keys and values came last
+    pending   they came, and the attention function has not taken them yet
+    begun     the pager's step is open
+    """
+
+    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_pager", "_real", "_rows", "begun", "layer", "pending")
+
+    def __init__(self, cache: PagerCache, batch: int, columns: int) -> None:
+        self._cache, self._pager = cache, cache.pager
+        self._batch, self._columns = batch, columns
+        self._rows: list[Row] = []
+        self._real: BoolArray | None = None
+        self._alone = False
+        self.layer = 0
+        self.pending = self.begun = False
+
+    @property
+    def pager(self) -> Pager:
+        """The pager that holds the keys and values."""
+        return self._pager
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Store the keys and values of the current layer and attend: [batch, columns, query heads, head_dim].
+
+        query [B, Hq, T, D], key and value [B, H, T, D]; the output has the query's dtype and device, with
+        zeros where a column is padding. The first layer opens the pager's step and the last one commits it;
+        an error rolls it back.
+        """
+        try:
+            if self.layer == 0:
+                self._begin(mask)
+            elif mask is not None and mask.ndim != 2:
+                raise InputError(f"attention_mask: layer {self.layer} got a mask of {mask.ndim} dimensions, not 2")
+            output = self._alone_attend if self._alone else self._rows_attend
+            result = output(query, key, value, scale, softcap)
+            if self.layer == self._pager.shape.layers - 1:
+                self._commit()
+        except BaseException:
+            self._cache.abandon()
+            raise
+        return result
+
+    def _begin(self, mask: torch.Tensor | None) -> None:
+        cache = self._cache
+        self._real = columns_seen(mask, cache.real_columns, self._batch, cache.get_seq_length(), self._columns)
+        self._rows = rows_of(cache.sequences, self._real, self._columns)
+        self._alone = self._batch == 1 and len(self._rows) == 1 and self._rows[0].where is None
+        if self._rows:
+            self._pager.begin([row.sequence for row in self._rows], [row.count for row in self._rows])
+            self.begun = True
+
+    def _commit(self) -> None:
+        if self.begun:
+            self._pager.commit()
+            self.begun = False
+        self._cache.advance(self._columns, self._real)
+
+    def _alone_attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None
+    ) -> torch.Tensor:
+        """A batch of one without padding: nothing is gathered, nothing is copied twice."""
+        sequence, layer = self._rows[0].sequence, self.layer
+        self._pager.append(sequence, layer, _numpy(key[0], None), _numpy(value[0], None))
+        result = self._pager.attend(sequence, layer, _numpy(query[0], None), scale=scale, softcap=softcap)
+        output = torch.from_numpy(result.output).transpose(0, 1).unsqueeze(0)
+        return output if query.dtype is torch.float32 and query.device == output.device else output.to(query)
+
+    def _rows_attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None
+    ) -> torch.Tensor:
+        batch, heads, columns, channels = query.shape
+        output = query.new_zeros((batch, columns, heads, channels))
+        for row in self._rows:
+            index, where = row.index, row.where
+            self._pager.append(row.sequence, self.layer, _numpy(key[index], where), _numpy(value[index], where))
+            queries = _numpy(query[index], where)
+            result = self._pager.attend(row.sequence, self.layer, queries, scale=scale, softcap=softcap)
+            states = torch.from_numpy(result.output).transpose(0, 1).to(output)
+            output[index, slice(None) if where is None else where] = states
+        return output
