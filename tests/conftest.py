@@ -1,4 +1,4 @@
-"""What all tests share: the list of promises at the end of a run.
+"""What all tests share: reproducible random histories, and the list of promises at the end of a run.
 
 A test marked ``@pytest.mark.promise(n)`` proves one of the promises of docs/architecture.md. A promise counts as
 proved only if all tests marked with it were run and passed: one that failed, was skipped, was left out by a
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import hypothesis
 import pytest
 
 PROMISES = {
@@ -86,5 +87,8 @@ class PromiseReport:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hook the report in."""
+    """Hook the report in; let hypothesis try the same cases every time (``--hypothesis-profile=default``: new ones)."""
+    hypothesis.settings.register_profile("same-every-time", derandomize=True, deadline=None, print_blob=True)
+    if not config.getoption("--hypothesis-profile", None):
+        hypothesis.settings.load_profile("same-every-time")
     config.pluginmanager.register(PromiseReport(), "kvpager-promises")
