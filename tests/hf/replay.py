@@ -51,7 +51,7 @@ def dense(recorder: Recorder, sequence: int) -> Any:
     """An attention function that masks what the recorded sequence did not see."""
 
     def attend(
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -26,6 +26,7 @@ def run(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_nothing_is_registered_by_an_import() -> None:
     run(
         "import sys, kvpager; assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
@@ -171,6 +172,17 @@ def test_a_model_whose_attention_hands_nothing_on_is_refused() -> None:
     disguised._config = model.config
     with pytest.raises(UnsupportedModel, match="hand its arguments"):
         model(IDS, cache=disguised)
+
+
+@pytest.mark.promise(6)
+def test_a_model_that_attends_twice_a_layer_is_refused() -> None:
+    settings = {name: getattr(tiny.llama(), name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    config = tf.DiffLlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **settings)
+    model = tiny.build(config)
+    cache = PagerCache(model.config, SMALL)
+    with pytest.raises(UnsupportedModel, match="DiffLlamaAttention: it attends more than once"):
+        model(IDS, cache=cache)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.promise(6)

@@ -61,6 +61,65 @@ def test_crops_at_the_ends(amount: int, left: int) -> None:
         assert model(IDS[:, :3], cache=cache).logits.shape[1] == 3
 
 
+@pytest.mark.promise(1)
+def test_a_crop_leaves_no_trace_under_a_budget() -> None:
+    """What is selected afterwards depends on the tokens alone, to the last bit."""
+    model, _ = tiny.pair("llama")
+    config = replace(SMALL, budget=64)
+    with paged(model, config) as cache, paged(model, config) as never:
+        forwards(model, IDS[:, :90], cache, cut(90, 44))
+        forwards(model, IDS[:, :90], never, cut(90, 44))
+        for amount in (1, 3, 10):
+            forwards(model, tiny.tokens(amount, seed=amount), cache, [1] * amount)
+            cache.crop(-amount)
+        ones = [1] * 10
+        assert torch.equal(forwards(model, IDS[:, 90:], cache, ones), forwards(model, IDS[:, 90:], never, ones))
+
+
+@pytest.mark.promise(1)
+@pytest.mark.parametrize("mode", ["recall", "discard"])
+def test_a_fork_goes_on_as_the_original_would(mode: Any) -> None:
+    model, _ = tiny.pair("llama")
+    config = replace(SMALL, budget=64, mode=mode, pool=400)
+    more = tiny.tokens(40, seed=2)
+    with paged(model, config, least=False) as plain, paged(model, config, least=False) as cache:
+        for one in (plain, cache):
+            forwards(model, IDS, one, cut(100, 44))
+        wanted = forwards(model, more, plain, [1] * 40)
+        branch = cache.fork()
+        cache.reset()
+        assert torch.equal(forwards(model, more, branch, [1] * 40), wanted)
+        branch.close()
+
+
+@pytest.mark.promise(1)
+def test_forks_do_not_disturb_each_other() -> None:
+    """Side by side, each goes on through what the other writes, and selects as if it were alone."""
+    model, _ = tiny.pair("llama")
+    config = replace(SMALL, budget=64)
+    more = tiny.tokens(40, seed=2)
+    with paged(model, config, rows=2) as cache:
+        forwards(model, IDS, cache, cut(100, 44))
+        branch = cache.fork()
+        parts: list[list[torch.Tensor]] = [[], []]
+        for column in range(40):
+            for which, one in enumerate((cache, branch)):
+                parts[which].append(model(more[:, column : column + 1], cache=one).logits)
+        assert torch.equal(torch.cat(parts[0]), torch.cat(parts[1]))
+        branch.close()
+
+
+@pytest.mark.promise(3)
+@pytest.mark.parametrize("mode", ["recall", "discard"])
+def test_beams_under_a_budget_end_with_balanced_books(mode: Any) -> None:
+    model, _ = tiny.pair("llama")
+    config = replace(SMALL, budget=64, mode=mode, pool=600)
+    with paged(model, config, least=False) as cache:
+        text = model.generate(tiny.tokens(90), cache=cache, num_beams=3, max_new_tokens=20, do_sample=False)
+        assert text.shape == (1, 110)
+        assert [sequence.length for sequence in cache.sequences] == [109] * 3
+
+
 @pytest.mark.promise(3)
 def test_rows_used_again_are_forked_and_rows_not_used_are_closed() -> None:
     model, own = tiny.pair("llama")

@@ -121,12 +121,12 @@ def test_turns_of_one_conversation_share_a_cache(name: str) -> None:
     model, own = tiny.pair(name)
     with paged(model) as cache:
         ids = tiny.tokens(40, seed=1)
-        for turn in range(3):
+        for seed in (10, 11, 12):
             more = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 15, "do_sample": False}
             found = model.generate(ids, cache=cache, **more)
             assert found.tolist() == own.generate(ids, **more).tolist()
             assert cache.get_seq_length() == found.shape[1] - 1
-            ids = torch.cat([found, tiny.tokens(25, seed=10 + turn)], dim=1)
+            ids = torch.cat([found, tiny.tokens(25, seed=seed)], dim=1)
 
 
 @pytest.mark.promise(2)
@@ -144,8 +144,8 @@ def test_turns_of_a_batch_leave_padding_in_the_middle() -> None:
     with paged(model, rows=2) as cache:
         ids = torch.empty((2, 0), dtype=torch.long)
         mask = torch.empty((2, 0), dtype=torch.long)
-        for turn in range(2):
-            new_ids, new_mask = tiny.padded([row[turn] for row in prompts])
+        for number in range(2):
+            new_ids, new_mask = tiny.padded([row[number] for row in prompts])
             ids, mask = torch.cat([ids, new_ids], dim=1), torch.cat([mask, new_mask], dim=1)
             ids = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=8, do_sample=False)
             mask = torch.nn.functional.pad(mask, (0, 8), value=1)

@@ -122,7 +122,7 @@ def test_keys_and_queries_keep_their_original_positions() -> None:
     model, own = tiny.pair("llama")
     rotated: list[torch.Tensor] = []
 
-    def keep(module: torch.nn.Module, arguments: Any, values: dict[str, Any], _: Any) -> None:
+    def keep(module: Any, arguments: Any, values: dict[str, Any], _: Any) -> None:
         key = module.k_proj(values["hidden_states"]).unflatten(-1, (2, 16)).transpose(1, 2)
         cos, sin = values["position_embeddings"]
         turned = torch.cat([-key[..., 8:], key[..., :8]], dim=-1)

@@ -64,6 +64,18 @@ def test_a_repeated_prompt_gets_the_same_text_with_sliding_windows(name: str, le
             assert found == (0 if turn == 0 else (length - 1) // 16 * 16)
 
 
+@pytest.mark.parametrize("mode", ["recall", "discard"])
+def test_a_repeated_prompt_gets_the_same_text_under_a_budget(mode: Any) -> None:
+    """Blocks computed under a budget are found under that budget, up to a tile boundary; discarded ones never."""
+    model, _ = tiny.pair("llama")
+    ids = tiny.tokens(200)
+    config = replace(KEEP, budget=64, mode=mode)
+    with kept(model, config, frames=400) as pager:
+        texts, found = zip(*(send(model, pager, ids) for _ in range(3)), strict=True)
+    assert texts[0] == texts[1] == texts[2]
+    assert found == (0, 192, 192) if mode == "recall" else (0, 0, 0)
+
+
 @pytest.mark.promise(2)
 @pytest.mark.promise(3)
 @pytest.mark.slow

@@ -58,10 +58,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "encoder-decoder": (tf.T5Config(num_layers=1), "encoder-decoder"),
     "MLA": (tf.DeepseekV3Config(num_hidden_layers=2), "MLA"),
     "state space": (tf.MambaConfig(num_hidden_layers=2), "attention heads|state-space"),
+    "recurrent": (tf.RwkvConfig(num_hidden_layers=2), "attention heads"),
     "hybrid": (tf.JambaConfig(num_hidden_layers=2), "state-space"),
     "GPT-NeoX": (tf.GPTNeoXConfig(num_hidden_layers=2), "hand its arguments"),
     "sinks": (tf.GptOssConfig(num_hidden_layers=2), "sinks"),
     "shared": (tf.Gemma3nTextConfig(num_hidden_layers=30), "share keys and values"),
+    "shared in Gemma 4": (tf.Gemma4TextConfig(num_kv_shared_layers=2), "share keys and values"),
     "chunked": (tf.Llama4TextConfig(num_hidden_layers=2), "chunks"),
     "linear": (tf.Qwen3NextConfig(num_hidden_layers=4), "state-space|linear_attention"),
 }

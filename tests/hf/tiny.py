@@ -86,7 +86,8 @@ ARCHITECTURES = tuple(CONFIGS)
 def build(config: Any, attention: str = "kvpager", seed: int = 0) -> Any:
     """A model with random weights in evaluation mode; the same seed gives the same weights."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    make: Callable[..., Any] = AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation=attention, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return model
 

@@ -60,6 +60,10 @@ def pager_attention(
             "cache=kvpager.hf.PagerCache(model.config, ...) and leave use_cache on, or load the model with "
             "attn_implementation='sdpa'"
         )
+    if not step.pending:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: it attends more than once with the keys and values of layer {step.layer}"
+        )
     step.pending = False
     _check(module, step, dropout, sliding_window, kwargs)
     return step.attend(query, key, value, attention_mask, scaling, softcap), None

@@ -15,7 +15,15 @@ from transformers.cache_utils import Cache
 from kvpager.config import PagerConfig
 from kvpager.core.pager import Pager
 from kvpager.core.sequence import Sequence
-from kvpager.errors import CacheMismatch, ConfigError, InputError, KVPagerError, StepError, UnsupportedModel
+from kvpager.errors import (
+    CacheMismatch,
+    ConfigError,
+    InputError,
+    KVPagerError,
+    SequenceError,
+    StepError,
+    UnsupportedModel,
+)
 from kvpager.hf.attention import HANDLE, NAME
 from kvpager.hf.shape import architecture, kv_shape
 from kvpager.hf.step import BoolArray, Step
@@ -116,6 +124,11 @@ class PagerCache(Cache):
                 raise InputError(f"the batch has {batch} rows and the cache {len(self.sequences)}")
             self.reset()
             self.sequences = [self.pager.open() for _ in range(batch)]
+        if any(sequence.closed for sequence in self.sequences):
+            raise SequenceError(
+                "a forward failed after pages had been dropped for good (mode 'discard'), and could not be undone: "
+                "reset() the cache and give it the whole prompt again"
+            )
         self._step = Step(self, batch, keys.shape[2])
         return self._step
 

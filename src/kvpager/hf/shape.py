@@ -25,7 +25,6 @@ _REFUSED_IF_SET: dict[str, str] = {
     "is_encoder_decoder": "it is an encoder-decoder, and kvpager pages decoders alone",
     "kv_lora_rank": "it has multi-head latent attention (MLA), which keeps compressed keys",
     "num_kv_shared_layers": "its layers share keys and values with other layers",
-    "kv_sharing_modes": "its layers share keys and values with other layers",
     "attention_chunk_size": "it attends in chunks",
     "alibi": "its attention adds position biases (ALiBi)",
     "global_head_dim": "its layers differ in head_dim",
@@ -89,6 +88,8 @@ def _refuse(text: PreTrainedConfig, name: str) -> None:
     for attribute, reason in _REFUSED_IF_SET.items():
         if getattr(text, attribute, None):
             raise UnsupportedModel(f"{name}: {reason} ({attribute} is {getattr(text, attribute)!r})")
+    if "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
+        raise UnsupportedModel(f"{name}: {_REFUSED_IF_SET['num_kv_shared_layers']}")
     if not getattr(text, "is_causal", True):
         raise UnsupportedModel(f"{name}: its attention is not causal (is_causal is False)")
     if any(getattr(text, attribute, None) is not None for attribute in _STATE_SPACE):
