@@ -48,7 +48,12 @@ LINKS = [
 @pytest.mark.parametrize("code", RUNNABLE_BLOCKS)
 def test_examples_in_the_docs_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    names = {"__name__": "example"}
+    if "from_pretrained(path" in code:
+        from tests.small_llm import save_folder
+
+        names["path"] = str(save_folder(tmp_path / "model"))
+    exec(compile(code, "example", "exec"), names)
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"))
