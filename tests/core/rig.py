@@ -98,7 +98,7 @@ def fingerprint(pager):
     """All that a failed call must leave as it was."""
     state = pager._state
     kept = [state.table.frame, state.table.slot, state.table.sealed, state.pool.owner, state.pool.evictable]
-    kept += [state.scorer._last_used, *state.scorer._fields.values()]
+    kept += list(state.scorer._pages.values())
     sequences = [
         (s.id, s.length, s.closed, s.rows.tolist(), s.filled.tolist(), list(s.tokens), s.tick)
         for s in state.sequences.values()

@@ -52,6 +52,25 @@ class _Tile:
     last: int
 
 
+@dataclass(frozen=True)
+class _Attended:
+    """Pages attended to: the partial results, each page's head and block [n], and which pages were read back."""
+
+    parts: list[Partial]
+    heads: IntArray
+    blocks: IntArray
+    recalled: IntArray
+
+    def joined(self, other: _Attended) -> _Attended:
+        """Both, these pages first."""
+        return _Attended(
+            self.parts + other.parts,
+            np.concatenate([self.heads, other.heads]),
+            np.concatenate([self.blocks, other.blocks]),
+            np.concatenate([self.recalled, other.recalled + len(self.heads)]),
+        )
+
+
 class Attender:
     """Runs the tiles of one call. `digest` is None where nothing is ever selected."""
 
@@ -100,24 +119,29 @@ class Attender:
         tile = self._span(query)
         if query.window is not None and tile.first:
             self._residency.table.expired[sequence.rows[: tile.first], layer] = True
-        selected = self._selected(step, sequence, layer, tile)
-        heads, blocks = np.nonzero(selected)
-        rows = sequence.rows[blocks]
-        parts, recalled = self._groups(sequence, layer, tile, rows, heads, blocks)
-        output, lse = merge(parts)
+        # the tile's own pages first: what they get of each query's attention is known exactly when the past is chosen
+        own = np.zeros((self._shape.kv_heads, tile.last), np.bool_)
+        own[:, tile.own :] = True
+        attended = self._groups(sequence, layer, tile, own)
+        _, own_lse = merge(attended.parts)
+        past = self._selected(step, sequence, layer, tile, own_lse)
+        if past.any():
+            attended = attended.joined(self._groups(sequence, layer, tile, past))
+        output, lse = merge(attended.parts)
         group, tokens = self._shape.group, query.queries.shape[1]
-        page_lse = parts[0].page_lse if len(parts) == 1 else np.concatenate([part.page_lse for part in parts])
+        heads, blocks = attended.heads, attended.blocks
+        page_lse = np.concatenate([part.page_lse for part in attended.parts])
         mass = np.exp(page_lse - lse.reshape(-1, group, tokens)[heads])
         self._remember_scores(step, sequence, layer)
-        self._residency.scorer.observe(rows, layer, heads, mass, self.now(sequence))
+        self._residency.scorer.observe(sequence.rows[blocks], layer, heads, mass, self.now(sequence))
         counters = self._residency.counters
         counters.tiles += 1
-        counters.pages_attended += len(rows)
-        page_mass = np.zeros(selected.shape, np.float32)
+        counters.pages_attended += len(heads)
+        page_mass = np.zeros(own.shape, np.float32)
         page_mass[heads, blocks] = mass.mean(axis=(1, 2))
         if self.observers:
-            came = np.stack([heads[recalled], blocks[recalled]], axis=1)
-            event = TileEvent(sequence, layer, query.start, tile.stop, selected, came, page_mass)
+            came = np.stack([heads[attended.recalled], blocks[attended.recalled]], axis=1)
+            event = TileEvent(sequence, layer, query.start, tile.stop, own | past, came, page_mass)
             for observer in self.observers:
                 observer(event)
         return output, page_mass
@@ -135,15 +159,15 @@ class Attender:
         """
         return sequence.tick if sequence.view is not None else self._residency.clock.tick
 
-    def _groups(
-        self, sequence: Sequence, layer: int, tile: _Tile, rows: IntArray, heads: IntArray, blocks: IntArray
-    ) -> tuple[list[Partial], IntArray]:
-        """Attend to pages [n], a fixed group at a time; returns the parts and the indices of pages read back."""
+    def _groups(self, sequence: Sequence, layer: int, tile: _Tile, pages: BoolArray) -> _Attended:
+        """Attend to `pages`, bool [H, blocks], a fixed group at a time: by head, then by position."""
         residency, size, most = self._residency, self._config.page_size, self._config.group_pages
+        heads, blocks = np.nonzero(pages)
+        rows = sequence.rows[blocks]
         starts = blocks * size
         counts = np.minimum(sequence.filled[layer] - starts, size)
         parts: list[Partial] = []
-        recalled: list[IntArray] = []
+        recalled = [np.empty(0, np.int64)]
         for begin in range(0, len(rows), most):
             span = slice(begin, begin + most)
             following = slice(begin + most, begin + 2 * most)
@@ -151,19 +175,17 @@ class Attender:
             try:
                 if begin + most < len(rows):
                     residency.prefetch(rows[following], layer, heads[following])
-                pages = PageList(frames, heads[span], starts[span], counts[span], self._shape.kv_heads)
-                parts.append(self._kernel.attend(residency.storage, tile.query, pages))
+                group = PageList(frames, heads[span], starts[span], counts[span], self._shape.kv_heads)
+                parts.append(self._kernel.attend(residency.storage, tile.query, group))
             finally:
                 residency.pool.pinned[frames] = False
             if absent.size:
                 recalled.append(absent + begin)
-        return parts, np.concatenate(recalled) if recalled else np.empty(0, np.int64)
+        return _Attended(parts, heads, blocks, np.concatenate(recalled))
 
-    def _selected(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> BoolArray:
-        """The pages that the tile attends to: bool [H, last]."""
-        heads = self._shape.kv_heads
-        selected = np.zeros((heads, tile.last), np.bool_)
-        selected[:, tile.own :] = True
+    def _selected(self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own_lse: FloatArray) -> BoolArray:
+        """The past pages that the tile attends to: bool [H, last]."""
+        selected = np.zeros((self._shape.kv_heads, tile.last), np.bool_)
         past = slice(tile.first, tile.own)
         coverage = 1.0
         if sequence.view is not None:
@@ -174,27 +196,31 @@ class Attender:
             selected[:, past] = True
             left_out = False
         else:
-            selected[:, past], coverage = self._choose(step, sequence, layer, tile)
+            selected[:, past], coverage = self._choose(step, sequence, layer, tile, own_lse)
             left_out = True
         if left_out:
             self._mark_approximate(sequence, tile)
         self._residency.counters.coverage_sum += coverage
         return selected
 
-    def _choose(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> tuple[BoolArray, float]:
-        """The budget's worth of past pages with the largest estimated mass: bool [H, n], and their share of it."""
+    def _choose(
+        self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own_lse: FloatArray
+    ) -> tuple[BoolArray, float]:
+        """The budget's worth of past pages with the largest estimated mass: bool [H, n], and the share of all kept."""
         assert self._digest is not None
         config = self._config
         assert config.budget_pages is not None
         rows = sequence.rows[tile.first : tile.own]
         starts = np.arange(tile.first, tile.own) * config.page_size
-        estimate = self._digest.estimate(layer, rows, tile.query, starts)
+        estimate = self._digest.estimate(layer, rows, tile.query, starts, own_lse)
         choice = select(
             estimate, config.budget_pages, sinks=config.sink_pages, recent=config.recent_pages, first_block=tile.first
         )
         self._remember_scores(step, sequence, layer)
         self._residency.scorer.estimated(rows, layer, estimate / choice.threshold, self.now(sequence))
-        return choice.chosen, choice.coverage
+        # the estimate is a share of all attention, own pages included: what is left out is what the selection misses
+        missed = float(estimate.sum()) * (1 - choice.coverage) / (own_lse.size or 1)
+        return choice.chosen, 1 - missed
 
     def _mark_approximate(self, sequence: Sequence, tile: _Tile) -> None:
         """Keys of later layers now depend on the selection; only whole tiles are reproducible by others."""

@@ -17,6 +17,10 @@ __all__ = ["ReferenceKernel", "ReferenceStorage", "merge", "token_scores"]
 
 BoolArray = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
+# OpenBLAS goes parallel above this many multiply-adds a product. Its threads then spin between products and take
+# the cores from PyTorch's: [192, 64] x [64, 1024] took 3 to 16 ms so, and 0.3 ms on one core (docs/decisions).
+SERIAL_PRODUCT = 1 << 18
+SERIAL_VECTOR = 9216  # the same for a matrix and a vector
 _STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
@@ -155,7 +159,7 @@ class ReferenceKernel:
             own_values = values[span].reshape(-1, dim)
             if hidden is not None:
                 # a product of zero weight with a stray NaN or inf would still be NaN
-                own_values = np.where(hidden.all(axis=0)[:, None], np.float32(0), own_values)
+                own_values = np.where(np.all(hidden, axis=0, keepdims=True).T, np.float32(0), own_values)
             result = _softmax_attend(tile, tile.queries[rows], keys[span].reshape(-1, dim), own_values, hidden, size)
             output[rows], lse[rows], page_lse[span] = result
         return Partial(output, lse, page_lse)
@@ -192,7 +196,7 @@ def _softmax_attend(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """One KV head: queries [G, T, D] over keys and values [N, D]; output [G, T, D], lse [G, T], page_lse [n, G, T]."""
     group, tokens, dim = queries.shape
-    scores = (queries.reshape(-1, dim) * np.float32(tile.scale)) @ keys.T
+    scores = _serial_scores(queries.reshape(-1, dim) * np.float32(tile.scale), keys)
     if tile.softcap is not None:
         cap = np.float32(tile.softcap)
         scores /= cap
@@ -205,9 +209,9 @@ def _softmax_attend(
     scores -= top[:, None]
     weights = np.exp(scores, out=scores)
     # a product with ones sums each page's tokens faster than a reduction over so short an axis
-    by_page = (weights.reshape(-1, size) @ np.ones(size, np.float32)).reshape(group * tokens, -1)
+    by_page = _serial_scores(np.ones((1, size), np.float32), weights.reshape(-1, size)).reshape(group * tokens, -1)
     total = by_page.sum(axis=1)
-    output = weights @ values
+    output = _serial_mix(weights, values)
     output /= np.where(total > 0, total, np.float32(1))[:, None]
     with np.errstate(divide="ignore"):
         lse = top + np.log(total)
@@ -217,3 +221,36 @@ def _softmax_attend(
         lse.reshape(group, tokens),
         page_lse.reshape(group, tokens, -1).transpose(2, 0, 1),
     )
+
+
+def _serial_step(width: int, count: int, dim: int) -> int:
+    """How many of `count` keys or values one product may take."""
+    most = SERIAL_VECTOR // dim if width == 1 else SERIAL_PRODUCT // (width * dim)
+    return min(count, max(1, most))
+
+
+def _serial_scores(queries: FloatArray, keys: FloatArray) -> FloatArray:
+    """Products of queries [W, D] with keys [N, D] as [W, N], in pieces that stay on one core."""
+    width, dim = queries.shape
+    count = len(keys)
+    step = _serial_step(width, count, dim)
+    columns = np.ascontiguousarray(queries.T)
+    products = np.empty((count, width), np.float32)
+    whole = count // step * step
+    np.matmul(keys[:whole].reshape(-1, step, dim), columns, out=products[:whole].reshape(-1, step, width))
+    if whole < count:
+        np.matmul(keys[whole:], columns, out=products[whole:])
+    return np.ascontiguousarray(products.T)
+
+
+def _serial_mix(weights: FloatArray, values: FloatArray) -> FloatArray:
+    """Products of weights [W, N] with values [N, D] as [W, D], in pieces that stay on one core."""
+    width, count = weights.shape
+    dim = values.shape[1]
+    step = _serial_step(width, count, dim)
+    whole = count // step * step
+    pieces = weights[:, :whole].reshape(width, -1, step).transpose(1, 0, 2)
+    mixed: FloatArray = np.matmul(pieces, values[:whole].reshape(-1, step, dim)).sum(axis=0)
+    if whole < count:
+        mixed += weights[:, whole:] @ values[whole:]
+    return mixed
