@@ -78,7 +78,7 @@ def test_a_new_page_knows_nothing_of_the_block_row_s_former_page():
     assert (page.mass, page.total, page.last) == (0, 0, 0)
     assert np.isnan(page.window)
     assert np.isnan(page.estimate)
-    assert (page.last_used, page.born, page.position) == (7, 7, 0)
+    assert (page.last_used, page.born, page.seen, page.position) == (7, 7, 0, 0)
 
 
 def test_estimates_go_to_their_row_and_head_and_stay_finite():
@@ -118,8 +118,57 @@ def test_numbers_say_where_each_page_is_and_what_time_it_is():
     assert list(numbers.born) == [4, 4]
     assert (numbers.now, numbers.current_layer, numbers.layers, numbers.grace) == (5, 1, LAYERS, 2)
     assert numbers.again
-    assert numbers.young.all()
-    assert not made.numbers(np.array([flat(6, 2, 1)]), 6, 1).young.any()
+
+
+def test_a_page_is_young_until_tiles_have_attended_to_it_or_passed_it_over():
+    made = scorer(grace=2)
+    rows = np.array([6])
+    made.born(rows, 2, np.array([9]), 4)
+    assert look(made, 6, 2, 0).young
+    for head in (0, 1):
+        observe(made, np.full((2, 3), 0.5), row=6, layer=2, head=head)
+        assert look(made, 6, 2, head).young
+    made.estimated(rows, 2, np.array([[0.9], [1.1]], np.float32), 5)
+    assert not look(made, 6, 2, 0).young, "passed over"
+    assert look(made, 6, 2, 1).young, "selected, and yet to be attended to"
+    observe(made, np.full((2, 3), 0.5), row=6, layer=2, head=1)
+    assert not look(made, 6, 2, 1).young
+
+
+def test_counting_tiles_stops_at_the_end_of_a_byte():
+    made = scorer(grace=10**6)
+    made.born(np.array([2]), 1, np.array([5]), 0)
+    for _ in range(300):
+        observe(made, np.full((2, 1), 0.5))
+        made.estimated(np.array([2]), 1, np.full((HEADS, 1), 0.5, np.float32), 5)
+    assert look(made, 2, 1, 1).seen == 255
+    assert not look(made, 2, 1, 1).young
+
+
+def test_a_snapshot_puts_back_what_a_step_changed():
+    made = scorer()
+    rows = np.array([2, 5])
+    for layer in range(LAYERS):
+        made.born(rows, layer, rows, 0)
+    observe(made, np.full((2, 3), 0.5), tick=1)
+    before, kept = made.numbers(np.arange(48), 2, 0), made.snapshot(rows, 1)
+    observe(made, np.full((2, 3), 0.7), tick=2)
+    made.estimated(rows, 1, np.full((HEADS, 2), 0.5, np.float32), 2)
+    made.restore(rows, 1, kept)
+    after = made.numbers(np.arange(48), 2, 0)
+    for name in (*FIELDS, "last_used", "seen", "position"):
+        np.testing.assert_array_equal(getattr(after, name), getattr(before, name), err_msg=name)
+
+
+def test_ticks_missed_count_only_where_several_sequences_share_the_clock():
+    made = scorer()
+    for layer in (0, 1):
+        made.born(np.arange(8), layer, np.arange(8), 3)
+        observe(made, np.full((2, 3), 0.5), tick=4, row=2, layer=layer)
+    observe(made, np.full((2, 3), 0.5), tick=9, row=5, layer=1)
+    asked = np.array([flat(2, 0, 1), flat(2, 1, 1), flat(5, 1, 1)])
+    assert list(made.numbers(asked, 9, 1, shared=True).missed) == [0, 5, 0]
+    assert list(made.numbers(asked, 9, 1).missed) == [0, 0, 0]
 
 
 def test_numbers_are_copies():
@@ -137,7 +186,7 @@ def test_a_copied_block_keeps_what_is_known():
     observe(made, np.full((2, 3), 0.5), tick=4)
     made.copy(2, 7)
     source, target = look(made, 2, 1, 1), look(made, 7, 1, 1)
-    for name in ("mass", "total", "last", "window", "estimate", "last_used", "born", "position"):
+    for name in ("mass", "total", "last", "window", "estimate", "last_used", "born", "seen", "position"):
         np.testing.assert_array_equal(getattr(target, name), getattr(source, name), err_msg=name)
 
 
@@ -168,7 +217,8 @@ def test_unneeded_fields_take_no_memory_and_read_as_nan():
     observe(made, np.full((2, 3), 0.5), tick=4)
     made.estimated(np.array([2]), 1, np.ones((HEADS, 1), np.float32), 4)
     page = look(made, 2, 1, 1)
-    assert all(np.isnan(getattr(page, name)).all() for name in FIELDS)
+    assert all(np.isnan(getattr(page, name)).all() for name in FIELDS - {"born"})
+    assert page.born == 0
     assert page.last_used == 4
     assert made.nbytes < scorer().nbytes
 

@@ -5,16 +5,22 @@ and only the fields that the policy asks for, so that the books stay below 16 by
 them as a :class:`PageNumbers` and never see keys or values.
 
 Time is counted in ticks. A tick is one tile of queries passing through the model (a decode step is one
-tick); inside it layers run one after the other, layer 0 first. Ticks never go back. When one forward
-gives a layer several tiles before the next layer runs, each further tile is a tick of its own, and the
-next layer goes on in the tick that the layer before it reached: so (tick, layer) is always the order in
-which things happened.
+tick); inside it layers run one after the other, layer 0 first. Ticks never go back (but for a rollback).
+When one forward gives a layer several tiles before the next layer runs, each further tile is a tick of its
+own, and the next layer goes on in the tick that the layer before it reached: so (tick, layer) is always the
+order in which things happened. The grace period doesn't go by that clock but by the tiles that have had a
+chance to look at a page, which are the same however a prompt is cut into forwards.
+
+What these numbers are good for was measured with benchmarks/eviction_policies.py: whether a page is selected
+next is told best by its estimate at the last selection over that selection's threshold (the odds of being
+selected are close to that ratio); smoothing it over several ticks made prediction worse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +30,15 @@ from kvpager.ports import FloatArray, IntArray
 __all__ = ["FIELDS", "WINDOW", "AttentionScorer", "PageNumbers"]
 
 Int32Array = npt.NDArray[np.int32]
+Numbers = npt.NDArray[Any]
 
-FIELDS = frozenset({"mass", "total", "last", "window", "estimate"})
+FIELDS = frozenset({"mass", "total", "last", "window", "estimate", "born"})
 """The fields that are kept only where a policy needs them."""
 
 WINDOW = 32
 """Queries of SnapKV's observation window."""
 
+SEEN_MAX = 255
 RATIO_MAX = np.float32(6e4)  # estimates are held as float16, which ends at 65,504
 
 
@@ -47,16 +55,19 @@ class PageNumbers:
     estimate       float32, at the layer's last selection, the page's estimated mass over the selection's threshold:
                    1 and above was selected; NaN where the page was never a candidate
     last_used      int32, tick at which the page was last attended to (or written)
-    born           int32, tick at which the page was first written
+    born           int32, tick at which the page was first written; 0 where the policy doesn't need it
+    seen           uint8, tiles that attended to the page or passed it over in a selection, up to 255
     position       int32, index of the page's block in its sequence
     layer, head    int32
+    missed         int32, ticks that the page's layer has run on since it last attended to the page; 0 when the pages
+                   belong to one sequence only
     now            the tick
     current_layer  the layer that is running
     layers         layers of the model
-    grace          ticks for which a new page is kept
+    grace          a page that fewer tiles than this have seen is new, and kept
     again          whether the running layer has another tile to run before the next layer's turn
 
-    Fields that the policy doesn't need are NaN throughout.
+    Float fields that the policy doesn't need are NaN throughout.
     """
 
     mass: FloatArray
@@ -66,9 +77,11 @@ class PageNumbers:
     estimate: FloatArray
     last_used: Int32Array
     born: Int32Array
+    seen: npt.NDArray[np.uint8]
     position: Int32Array
     layer: Int32Array
     head: Int32Array
+    missed: Int32Array
     now: int
     current_layer: int
     layers: int = 1
@@ -80,8 +93,8 @@ class PageNumbers:
 
     @property
     def young(self) -> npt.NDArray[np.bool_]:
-        """bool [n]: pages younger than the grace period."""
-        return np.asarray(self.now - self.born < self.grace)
+        """bool [n]: pages within the grace period."""
+        return np.asarray(self.seen < self.grace)
 
 
 class AttentionScorer:
@@ -92,10 +105,11 @@ class AttentionScorer:
 
     Args:
         layers, kv_heads: the model's.
-        needs: the fields to keep, out of :data:`FIELDS`; 4 bytes a page each (``estimate`` 2).
+        needs: the fields to keep, out of :data:`FIELDS`; 4 bytes a page each (``estimate`` 2, ``born`` 4 a layer
+            and block), beside 5 bytes for ``last_used`` and ``seen``.
         decay: factor on a page's mass each time that it is attended to, above 0 and at most 1. It doesn't
             depend on the clock, so that what other sequences do never changes the order of one's pages.
-        grace: ticks for which score-based policies keep a new page.
+        grace: a page is kept under policies that go by attention until this many tiles have seen it, up to 255.
     """
 
     def __init__(self, layers: int, kv_heads: int, needs: Iterable[str], decay: float, grace: int) -> None:
@@ -103,16 +117,17 @@ class AttentionScorer:
         self.kv_heads = kv_heads
         self.needs = frozenset(needs)
         self.decay = np.float32(decay)
-        self.grace = grace
+        self.grace = min(grace, SEEN_MAX)
         if not self.needs <= FIELDS:
             raise ValueError(f"needs: {sorted(self.needs - FIELDS)} is not among {sorted(FIELDS)}")
         pages = (0, layers, kv_heads)
-        self._last_used = np.zeros(pages, np.int32)
-        self._born = np.zeros((0, layers), np.int32)
-        self._position = np.zeros(0, np.int32)
-        self._fields: dict[str, npt.NDArray[np.floating]] = {
-            name: np.zeros(pages, np.float16 if name == "estimate" else np.float32) for name in sorted(self.needs)
-        }
+        self._ran = np.zeros(layers, np.int32)  # tick of each layer's last tile
+        self._position = np.zeros(0, np.int32)  # of the block
+        self._born = np.zeros((0, layers if "born" in self.needs else 0), np.int32)  # all heads are written at once
+        # By page; exactly these change after a page was born.
+        self._pages: dict[str, Numbers] = {"last_used": np.zeros(pages, np.int32), "seen": np.zeros(pages, np.uint8)}
+        for name in sorted(self.needs - {"born"}):
+            self._pages[name] = np.zeros(pages, np.float16 if name == "estimate" else np.float32)
 
     @property
     def rows(self) -> int:
@@ -122,7 +137,7 @@ class AttentionScorer:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = [self._last_used, self._born, self._position, *self._fields.values()]
+        arrays = [self._ran, self._position, self._born, *self._pages.values()]
         return sum(array.nbytes for array in arrays)
 
     def grow(self, rows: int) -> None:
@@ -131,29 +146,31 @@ class AttentionScorer:
         if more <= 0:
             return
 
-        def longer(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        def longer(array: Numbers) -> Numbers:
             return np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)])
 
-        self._last_used = longer(self._last_used)  # type: ignore[assignment]
-        self._born = longer(self._born)  # type: ignore[assignment]
-        self._position = longer(self._position)  # type: ignore[assignment]
-        self._fields = {name: longer(array) for name, array in self._fields.items()}  # type: ignore[misc]
+        self._position = longer(self._position)
+        self._born = longer(self._born)
+        self._pages = {name: longer(array) for name, array in self._pages.items()}
 
     def born(self, rows: IntArray, layer: int, positions: IntArray, tick: int) -> None:
         """Start the pages of new blocks in one layer (all heads): rows [n], block indices [n]."""
         self._position[rows] = positions
-        self._born[rows, layer] = tick
-        self._last_used[rows, layer] = tick
-        for name, field in self._fields.items():
-            field[rows, layer] = np.nan if name in ("window", "estimate") else 0
+        if "born" in self.needs:
+            self._born[rows, layer] = tick
+        for name, field in self._pages.items():
+            field[rows, layer] = tick if name == "last_used" else np.nan if name in ("window", "estimate") else 0
 
     def observe(self, rows: IntArray, layer: int, heads: IntArray, mass: FloatArray, tick: int) -> None:
         """Take in what one tile gave to the pages that it attended to.
 
         rows, heads [n], each page once; mass float32 [n, G, T], the softmax mass that each query gave each page.
         """
-        self._last_used[rows, layer, heads] = tick
-        fields = self._fields
+        fields = self._pages
+        self._ran[layer] = tick
+        fields["last_used"][rows, layer, heads] = tick
+        before = fields["seen"][rows, layer, heads]
+        fields["seen"][rows, layer, heads] = before + (before < SEEN_MAX)
         if "mass" in fields:
             faded = fields["mass"][rows, layer, heads] * self.decay
             fields["mass"][rows, layer, heads] = np.maximum(faded, mass.max(axis=(1, 2)))
@@ -165,32 +182,50 @@ class AttentionScorer:
             fields["window"][rows, layer, heads] = mass[:, :, -WINDOW:].sum(axis=2).mean(axis=1)
 
     def estimated(self, rows: IntArray, layer: int, ratio: FloatArray, tick: int) -> None:
-        """Take in one selection: ratio float32 [H, n], estimated mass over threshold of each candidate row [n]."""
-        if "estimate" in self._fields:
-            self._fields["estimate"][rows, layer] = np.minimum(ratio.T, RATIO_MAX)
+        """Take in one selection: ratio float32 [H, n], estimated mass over threshold of each candidate row [n].
+
+        1 and above says that the page was selected, and `observe` will follow for it.
+        """
+        seen = self._pages["seen"]
+        before = seen[rows, layer]
+        seen[rows, layer] = before + ((ratio.T < 1) & (before < SEEN_MAX))
+        if "estimate" in self._pages:
+            self._pages["estimate"][rows, layer] = np.minimum(ratio.T, RATIO_MAX)
 
     def snapshot(self, rows: IntArray, layer: int) -> list[npt.NDArray[np.generic]]:
         """All that a step may change about the pages of rows [n] in one layer, for :meth:`restore`."""
-        return [array[rows, layer] for array in (self._last_used, *self._fields.values())]
+        return [array[rows, layer] for array in self._pages.values()]
 
     def restore(self, rows: IntArray, layer: int, snapshot: list[npt.NDArray[np.generic]]) -> None:
         """Put back what :meth:`snapshot` kept."""
-        for array, kept in zip((self._last_used, *self._fields.values()), snapshot, strict=True):
+        for array, kept in zip(self._pages.values(), snapshot, strict=True):
             array[rows, layer] = kept
 
     def copy(self, source_row: int, target_row: int) -> None:
         """Copy all that is known about a block's pages to another row (a block was copied)."""
-        for array in (self._last_used, self._born, self._position, *self._fields.values()):
+        for array in (self._position, self._born, *self._pages.values()):
             array[target_row] = array[source_row]
 
-    def numbers(self, flat: IntArray, tick: int, current_layer: int, again: bool = False) -> PageNumbers:
-        """What is known about the pages of flat indices [n], as copies."""
-        of_layer, head = np.divmod(flat, self.kv_heads)
-        row, layer = np.divmod(of_layer, self.layers)
+    def numbers(
+        self, flat: IntArray, tick: int, current_layer: int, again: bool = False, shared: bool = False
+    ) -> PageNumbers:
+        """What is known about the pages of flat indices [n], as copies.
+
+        `again`: the running layer has another tile to run before the next layer's turn. `shared`: the pages may
+        belong to several sequences, and all ticks came from one clock. Leave it False where one sequence's pages
+        are compared for a choice that other sequences must not sway.
+        """
+        # Whole divisions by a scalar are several times faster in int32, and than divmod.
+        page = flat.astype(np.int32) if self.rows * self.layers * self.kv_heads < 2**31 else flat
+        of_layer = page // self.kv_heads
+        row = of_layer // self.layers
+        layer = (of_layer - row * self.layers).astype(np.int32, copy=False)
+        last_used = self._pages["last_used"].reshape(-1)[flat]
+        none = np.broadcast_to(np.int32(0), flat.shape)
         unknown = np.broadcast_to(np.float32(np.nan), flat.shape)
 
         def field(name: str) -> FloatArray:
-            kept = self._fields.get(name)
+            kept = self._pages.get(name)
             return unknown if kept is None else kept.reshape(-1)[flat].astype(np.float32, copy=False)
 
         return PageNumbers(
@@ -199,11 +234,13 @@ class AttentionScorer:
             last=field("last"),
             window=field("window"),
             estimate=field("estimate"),
-            last_used=self._last_used.reshape(-1)[flat],
-            born=self._born.reshape(-1)[of_layer],
+            last_used=last_used,
+            born=self._born.reshape(-1)[of_layer] if "born" in self.needs else none,
+            seen=self._pages["seen"].reshape(-1)[flat],
             position=self._position[row],
-            layer=layer.astype(np.int32),
-            head=head.astype(np.int32),
+            layer=layer,
+            head=(page - of_layer * self.kv_heads).astype(np.int32, copy=False),
+            missed=np.maximum(self._ran[layer] - last_used, 0) if shared else none,
             now=tick,
             current_layer=current_layer,
             layers=self.layers,

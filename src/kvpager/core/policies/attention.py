@@ -12,21 +12,42 @@ from kvpager.ports import FloatArray
 
 __all__ = ["Attention"]
 
+PAUSE = 8  # ticks that a sequence may miss while others take turns before it counts as paused
+RATIO_MIN = np.float32(1e-6)
+
 
 class Attention(Policy):
-    """The page that attention is expected to want again last leaves first."""
+    """The page with the longest expected wait until attention wants it again leaves first.
+
+    The wait, in ticks, has three parts:
+
+    - until its layer's next turn: layers run in order, so a page of a layer that has just run waits for almost a
+      whole tick, and one of the next layer is wanted almost at once;
+    - the turns in which selection is expected to pass it over. A page whose estimated mass at the last selection
+      was r times the threshold was selected at the next one with odds close to r, and odds of r mean 1 / r turns
+      passed over on average;
+    - if its sequence is paused (the page was wanted, and its layer has run on without it), as long again as it has
+      been paused.
+
+    Where there has been no selection yet, every page is wanted at every turn, and the decayed mass alone decides
+    between pages of one layer. So it does in discard mode, where nothing is ever selected.
+    """
 
     name: ClassVar[str] = "attention"
     needs: ClassVar[frozenset[str]] = frozenset({"mass", "estimate"})
 
     def score(self, numbers: PageNumbers, rng: np.random.Generator) -> FloatArray:
-        """Minus the expected wait in ticks until the page is wanted again; +inf within the grace period."""
-        unknown = np.isnan(numbers.estimate)
-        # Layer steps until its layer's next turn; a page of the running layer that is yet to be used is wanted now.
-        ahead = (numbers.layer - (numbers.current_layer + 1)) % numbers.layers
-        due = numbers.again | ((unknown | (numbers.estimate >= 1)) & (numbers.last_used < numbers.now))
-        ahead = np.where((numbers.layer == numbers.current_layer) & due, 0, ahead)
-        turn = (ahead.astype(np.float32) + 1 - numbers.mass) / numbers.layers
-        with np.errstate(divide="ignore"):
-            skipped = np.where(unknown, 0, 1 / numbers.estimate)
-        return keep_young(numbers, (-(turn + skipped)).astype(np.float32))
+        """Minus the expected wait in ticks; +inf within the grace period."""
+        ratio = numbers.estimate
+        passed_over = ratio < 1  # False where there is no estimate
+        wait = np.where(np.isnan(ratio), np.float32(0), 1 / np.maximum(ratio, RATIO_MIN))
+        # The running layer's turn is over for all but pages that it selected and is yet to attend to.
+        ahead = numbers.layer - (numbers.current_layer + 1)
+        running = ahead == -1
+        due = running & (numbers.again | (~passed_over & (numbers.last_used < numbers.now)))
+        ahead += np.where((ahead < 0) & ~due, numbers.layers, due)
+        # Mass is at most 1: it orders pages of one layer and never exceeds one layer's step.
+        wait += (ahead + (1 - numbers.mass)) * np.float32(1 / numbers.layers)
+        paused = numbers.missed - PAUSE
+        wait += np.where(passed_over | due, np.int32(0), np.maximum(paused, 0))
+        return keep_young(numbers, -wait)

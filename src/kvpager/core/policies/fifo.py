@@ -21,6 +21,7 @@ class FIFO(Policy):
     """
 
     name: ClassVar[str] = "fifo"
+    needs: ClassVar[frozenset[str]] = frozenset({"born"})
 
     def score(self, numbers: PageNumbers, rng: np.random.Generator) -> FloatArray:
         """Minus the page's age in ticks, layers as fractions of a tick."""
