@@ -99,8 +99,13 @@ class Swap(Protocol):
     outside fails.
     """
 
-    nbytes: int  # bytes that it holds now (memory, or of its file)
-    table_bytes: int  # bytes of its own books in memory
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds now (memory, or of its file)."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of its own books in memory."""
 
     def write(self, pages: Bytes) -> IntArray:
         """Store pages, uint8 [n, page_bytes]; returns their slots [n]."""

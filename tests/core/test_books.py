@@ -34,7 +34,7 @@ class History(RuleBasedStateMachine):
     def start(self, policy, budget, file, cached, seed):
         if self.mode == "discard":
             budget, cached = budget or 40, 0
-        settings = dict(budget=budget, policy=policy, page_size=8, tile=16, group_pages=4, mode=self.mode)
+        settings = {"budget": budget, "policy": policy, "mode": self.mode, "page_size": 8, "tile": 16, "group_pages": 4}
         smallest = Pager(SHAPE, PagerConfig(pool=1, **settings)).minimum_frames(MOST)
         # in discard mode a step's whole chunk of new tokens comes on top, and a copy of an open block
         self.folder = tempfile.TemporaryDirectory()

@@ -158,7 +158,8 @@ class Residency:
 
     def _clean(self, frames: IntArray) -> npt.NDArray[np.bool_]:
         """Which frames' pages swap holds already."""
-        return self.table.slot.reshape(-1)[self.pool.owner[frames]] != ABSENT
+        clean: npt.NDArray[np.bool_] = self.table.slot.reshape(-1)[self.pool.owner[frames]] != ABSENT
+        return clean
 
     def _write(self, frames: IntArray) -> None:
         """Write those of the frames to swap that it does not hold yet."""

@@ -126,7 +126,7 @@ class State:
 
     def unseen(self, flat: IntArray) -> IntArray:
         """Discard mode: those of some pages that are resident though no open sequence's view holds them any more."""
-        resident = flat[self.table.frame.reshape(-1)[flat] != ABSENT]
+        resident: IntArray = flat[self.table.frame.reshape(-1)[flat] != ABSENT]
         keep = []
         pages = self.table.layers * self.table.heads
         for index, page in enumerate(resident.tolist()):
@@ -134,7 +134,8 @@ class State:
             layer, head = divmod(within, self.table.heads)
             if not any(self._sees(sequence, row, layer, head) for sequence in self.sequences.values()):
                 keep.append(index)
-        return resident[keep]
+        unseen: IntArray = resident[keep]
+        return unseen
 
     @staticmethod
     def _sees(sequence: Sequence, row: int, layer: int, head: int) -> bool:

@@ -1,0 +1,82 @@
+"""Swap that goes on in memory when its file can't take more."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpager.errors import SwapError, SwapFull
+from kvpager.ports import Bytes, IntArray, Swap
+
+__all__ = ["FallbackSwap"]
+
+
+class FallbackSwap:
+    """Pages go to `first`; what it fails to write goes to `second`, up to one limit for both (see ports.Swap).
+
+    So a disk that fills up, or fails, costs memory before it costs an answer. Slots of `first` are even here,
+    slots of `second` odd.
+    """
+
+    def __init__(self, first: Swap, second: Swap, page_bytes: int, limit_bytes: int) -> None:
+        self._parts = (first, second)
+        self._page_bytes = page_bytes
+        self._limit_bytes = limit_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that both hold now."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of both's books."""
+        return sum(part.table_bytes for part in self._parts)
+
+    @property
+    def used(self) -> int:
+        """Slots in use."""
+        return sum(part.used for part in self._parts)
+
+    def write(self, pages: Bytes) -> IntArray:
+        """Store pages, uint8 [n, page_bytes]; returns their slots [n]. Raises SwapFull when both are full."""
+        first, second = self._parts
+        try:
+            return first.write(pages) * 2
+        except SwapError as error:
+            held = (self.used + len(pages)) * self._page_bytes
+            if held > self._limit_bytes:
+                raise SwapFull(
+                    f"{error}; in memory, {held} bytes would pass the limit of {self._limit_bytes}"
+                ) from error
+            return second.write(pages) * 2 + 1
+
+    def read(self, slots: IntArray) -> Bytes:
+        """The pages of slots, uint8 [n, page_bytes]."""
+        pages = np.empty((len(slots), self._page_bytes), np.uint8)
+        for part, (mine, own) in zip(self._parts, self._split(slots), strict=True):
+            if len(own):
+                pages[mine] = part.read(own)
+        return pages
+
+    def free(self, slots: IntArray) -> None:
+        """Give slots back."""
+        for part, (_, own) in zip(self._parts, self._split(slots), strict=True):
+            if len(own):
+                part.free(own)
+
+    def prefetch(self, slots: IntArray) -> None:
+        """Slots that will be read soon."""
+        for part, (_, own) in zip(self._parts, self._split(slots), strict=True):
+            if len(own):
+                part.prefetch(own)
+
+    def close(self) -> None:
+        """Release both; idempotent."""
+        for part in self._parts:
+            part.close()
+
+    @staticmethod
+    def _split(slots: IntArray) -> list[tuple[IntArray, IntArray]]:
+        """For each part: the places of its slots, and the slots as it knows them."""
+        places = [np.flatnonzero(slots % 2 == odd) for odd in (0, 1)]
+        return [(mine, slots[mine] // 2) for mine in places]
