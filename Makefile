@@ -9,8 +9,11 @@ TORCH_INDEX ?=
 # More arguments for `kvpager demo` and for pytest.
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Tests run in so many processes, each with one thread for its arithmetic.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 BASE := $(VENV)/.stamp-base
 DEMO := $(VENV)/.stamp-demo
@@ -29,10 +32,10 @@ demo: $(BASE) ## a paged cache with NumPy alone, then a real model under paging
 	$(BIN)/kvpager demo $(DEMO_ARGS)
 
 test: $(DEV) ## all tests, and which promises they proved
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(DEV) ## the tests that take no more than seconds
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 install: $(DEMO) ## .venv with kvpager, PyTorch, transformers and the default model's weights
 
