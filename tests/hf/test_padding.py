@@ -107,6 +107,34 @@ def test_pads_with_holes_between_tokens() -> None:
     torch.testing.assert_close(found[mask.bool()][None], wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.promise(2)
+def test_a_row_that_ended_early_goes_on_in_the_next_turn() -> None:
+    """What generate() fills up an ended row with counts as tokens; the next turn's mask takes it back."""
+    model, own = tiny.pair("llama")
+    prompts = [tiny.tokens(12, 1), tiny.tokens(20, 2)]
+    wanted: list[list[int]] = []
+    first = [own.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist() for ids in prompts]
+    end = next(token for token in first[0] if token not in first[1] and token != 0)
+    more = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": end}
+    for ids in prompts:
+        for seed in (5, 6):
+            ids = own.generate(ids, attention_mask=torch.ones_like(ids), **more)
+            ids = torch.cat([ids, tiny.tokens(7, seed)], dim=1)
+        wanted.append(ids[0].tolist())
+    with paged(model, rows=2) as cache:
+        ids, mask = tiny.padded(prompts)
+        for seed in (5, 6):
+            start = ids.shape[1]
+            ids = model.generate(ids, attention_mask=mask, cache=cache, **more)
+            new = ids[:, start:]
+            ended = (new == end).cumsum(dim=1) - (new == end).long()
+            mask = torch.cat([mask, (ended == 0).long(), torch.ones((2, 7), dtype=torch.long)], dim=1)
+            ids = torch.cat([ids, tiny.tokens(7, seed).expand(2, -1)], dim=1)
+        cache.pager.check()
+    assert (mask[0, 20:] == 0).any(), "the first row ended before the second"
+    assert [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)] == wanted
+
+
 @pytest.mark.promise(6)
 @pytest.mark.parametrize(
     ("mask", "message"),

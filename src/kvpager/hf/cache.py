@@ -26,7 +26,7 @@ from kvpager.errors import (
 )
 from kvpager.hf.attention import HANDLE, NAME
 from kvpager.hf.shape import architecture, kv_shape
-from kvpager.hf.step import BoolArray, Step
+from kvpager.hf.step import BoolArray, Step, taken_back
 from kvpager.stats import PagerStats
 
 __all__ = ["PagerCache"]
@@ -137,6 +137,16 @@ class PagerCache(Cache):
         self._columns += columns
         self._real = real
         self._step = None
+
+    def take_back(self, real: BoolArray) -> None:
+        """Drop the last tokens of rows whose mask now calls them padding; `real` is that of all past columns."""
+        counts = taken_back(real, self._real)
+        if counts is None:
+            return
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            if count:
+                self.pager.crop(sequence, sequence.length - count)
+        self._real = real.copy()
 
     def abandon(self) -> None:
         """Roll back a forward that did not complete; does nothing without one."""

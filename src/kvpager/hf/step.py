@@ -17,7 +17,7 @@ from kvpager.ports import FloatArray
 if TYPE_CHECKING:
     from kvpager.hf.cache import PagerCache
 
-__all__ = ["BoolArray", "Row", "Step", "columns_seen", "rows_of"]
+__all__ = ["BoolArray", "Row", "Step", "columns_seen", "rows_of", "taken_back"]
 
 BoolArray = npt.NDArray[np.bool_]
 # Which of a forward's columns are a row's real tokens: None for all of them.
@@ -44,7 +44,7 @@ def columns_seen(
     """Which columns are real after a forward of `new` columns: bool [batch, past + new], or None for all.
 
     `mask` is the forward's padding mask and `before` what is known of the `past` columns. Raises InputError
-    when the mask has another shape, or says something else of past columns than when they were stored.
+    when the mask has another shape, or there is none although there are padded columns.
     """
     if mask is None:
         if before is None:
@@ -60,11 +60,30 @@ def columns_seen(
             f"{batch} rows, {past} columns in the cache and {new} new ones"
         )
     real: BoolArray = mask.detach().cpu().numpy().astype(bool)  # a copy: the mask belongs to the caller
-    changed = (real[:, :past] != (True if before is None else before)).any(axis=1)
-    if changed.any():
-        row = int(np.flatnonzero(changed)[0])
-        raise InputError(f"attention_mask: row {row} differs from what it said of columns already in the cache")
     return real
+
+
+def taken_back(now: BoolArray, before: BoolArray | None) -> list[int] | None:
+    """How many of its last tokens each row loses when the mask of past columns changes; None for no change.
+
+    A row that ended before others was given padding that counted as tokens; the next turn's mask hides it.
+    `now` and `before` are bool [rows, columns], None for all real. Raises InputError for any other change.
+    """
+    old = np.ones_like(now) if before is None else before
+    if np.array_equal(now, old):
+        return None
+    hidden = old & ~now
+    columns = now.shape[1]
+    last_kept = np.where(now.any(axis=1), columns - 1 - now[:, ::-1].argmax(axis=1), -1)
+    first_hidden = np.where(hidden.any(axis=1), hidden.argmax(axis=1), columns)
+    wrong = (now & ~old).any(axis=1) | (first_hidden < last_kept)
+    if wrong.any():
+        raise InputError(
+            f"attention_mask: row {int(wrong.argmax())} differs from what it said of columns already in the cache; "
+            "only a row's last tokens can be taken back"
+        )
+    counts: list[int] = hidden.sum(axis=1).tolist()
+    return counts
 
 
 def rows_of(sequences: SequenceOf[Sequence], real: BoolArray | None, new: int) -> list[Row]:
@@ -149,7 +168,10 @@ class Step:
 
     def _begin(self, mask: torch.Tensor | None) -> None:
         cache = self._cache
-        self._real = columns_seen(mask, cache.real_columns, self._batch, cache.get_seq_length(), self._columns)
+        past = cache.get_seq_length()
+        self._real = columns_seen(mask, cache.real_columns, self._batch, past, self._columns)
+        if self._real is not None and past:
+            cache.take_back(self._real[:, :past])
         self._rows = rows_of(cache.sequences, self._real, self._columns)
         self._alone = self._batch == 1 and len(self._rows) == 1 and self._rows[0].where is None
         if self._rows:
