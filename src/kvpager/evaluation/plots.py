@@ -1,0 +1,114 @@
+"""Pictures. matplotlib is imported only here, when one is drawn, and needs no display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.errors import InputError, MissingDependency
+
+__all__ = ["EchoPoint", "check_target", "draw_echo", "draw_page_map"]
+
+MIB = 2**20
+INK, GRID = "#1b1f24", "#d8dee4"
+COLOURS = ("#0b6e4f", "#c8553d", "#5b6fb8", "#b8860b", "#7a4f9a", "#4d7c8a", "#8a5a44", "#777777")
+MARKS = "osD^vP*X"
+
+
+@dataclass(frozen=True)
+class EchoPoint:
+    """One run of the echo task: what it was, what it held in memory, and how it did (nats)."""
+
+    series: str
+    budget: int
+    resident_bytes: int
+    second_loss: float
+    kl_mean: float
+
+
+def check_target(path: str | Path) -> Path:
+    """The path of a picture that can be drawn; raises InputError or MissingDependency before any work is done."""
+    _pyplot()
+    target = Path(path)
+    if target.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise InputError(f"plot: {target} ends in {target.suffix or 'nothing'}; use .png, .svg or .pdf")
+    if not target.parent.is_dir():
+        raise InputError(f"plot: the folder {target.parent} does not exist")
+    return target
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependency("pictures need matplotlib: pip install 'kvpager[demo]'") from error
+    del matplotlib
+    return Figure
+
+
+def draw_echo(
+    points: Sequence[EchoPoint], full_second_loss: float, full_bytes: int, title: str, path: str | Path
+) -> None:
+    """Loss on the second reading against budget, and against resident bytes; the full cache is a line.
+
+    Resident bytes are frames, digests and tables (promise 7).
+    """
+    figure = _pyplot()(figsize=(10.5, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    series = list(dict.fromkeys(point.series for point in points))
+    for index, name in enumerate(series):
+        own = sorted((point for point in points if point.series == name), key=lambda point: point.budget)
+        loss = [point.second_loss for point in own]
+        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKS[index % len(MARKS)], "ms": 5, "lw": 1.6}
+        left.plot([point.budget for point in own], loss, label=name, **style)
+        right.plot([100 * point.resident_bytes / full_bytes for point in own], loss, **style)
+    for axes in (left, right):
+        axes.axhline(full_second_loss, color=INK, lw=1.2, ls="--", label="full cache" if axes is left else None)
+        axes.grid(color=GRID, lw=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_ylim(bottom=0)
+    right.set_xlim(left=0)
+    left.set_xlabel("budget (tokens a head)")
+    left.set_ylabel("loss on the second reading (nats a token)")
+    right.set_xlabel(f"resident: frames, digests, tables (% of the full KV, {full_bytes / MIB:.0f} MiB)")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11, color=INK)
+    figure.savefig(path, dpi=150)
+
+
+def draw_page_map(
+    recalled: npt.NDArray[np.int64], labels: Sequence[tuple[int, str]], title: str, path: str | Path
+) -> None:
+    """How often each block was recalled in each layer, int64 [layers, blocks]; `labels` marks blocks by name."""
+    figure = _pyplot()(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(np.log1p(recalled), aspect="auto", cmap="magma", interpolation="nearest")
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    most = int(recalled.max(initial=0))
+    ticks = sorted({0, *(10**power for power in range(4) if 10**power <= most), most})
+    bar.set_ticks([float(np.log1p(tick)) for tick in ticks], labels=[str(tick) for tick in ticks])
+    bar.set_label("pages recalled")
+    for block, name in labels:
+        axes.annotate(
+            name,
+            xy=(block, -0.5),
+            xytext=(block, -2.2),
+            fontsize=8,
+            rotation=35,
+            ha="left",
+            va="bottom",
+            color=INK,
+            arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.7},
+            annotation_clip=False,
+        )
+    axes.set_xlabel("block of 16 tokens" if labels or recalled.size else "block")
+    axes.set_ylabel("layer")
+    figure.suptitle(title, fontsize=11, color=INK)
+    figure.savefig(path, dpi=150)
