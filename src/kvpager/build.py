@@ -7,7 +7,7 @@ same things in the same way. Heavy packages (torch, transformers) are imported o
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["PagerOptions", "load_model", "make_cache", "pager_config"]
 
 KERNELS = ("reference",)
+PREFILL_CHUNK = 512  # tokens of a prompt that one forward reads, where there is room for them
 DEFAULT_POOL_BYTES = 256 * 2**20
+MEMORY_SHARE = 1.5  # of the full KV: more than all frames with their digests and tables can take
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -89,20 +91,14 @@ def pool_frames(pool: str, tokens: int, shape: KVShape, page_size: int) -> int:
 def pager_config(options: PagerOptions, tokens: int, shape: KVShape) -> PagerConfig:
     """The pager's configuration for a request of `tokens` tokens (prompt and answer together).
 
-    Without `pool` and `memory` the pool holds the request's full KV, up to 256 MiB. Raises ConfigError
-    when a value is out of its range or when both `pool` and `memory` are given.
+    Without `pool` and `memory` the pool holds the request's full KV, up to 256 MiB (in mode "discard": the budget
+    and a prefill's chunk); `memory` above all that the request can use gives the same pool. Raises ConfigError when
+    a value is out of its range, when both `pool` and `memory` are given, or when the pool is less than the pager can
+    work with.
     """
     if options.pool is not None and options.memory is not None:
         raise ConfigError("memory: give either --memory or --pool, not both")
-    frames: int | None = None
-    if options.pool is not None:
-        frames = pool_frames(options.pool, tokens, shape, options.page_size)
-    elif options.memory is None:
-        limit = DEFAULT_POOL_BYTES // shape.page_bytes(options.page_size)
-        frames = min(full_frames(tokens, shape, options.page_size), max(1, limit))
-    return PagerConfig(
-        pool=frames,
-        memory=options.memory,
+    config = PagerConfig(
         max_tokens=tokens,
         budget=options.budget,
         mode=options.mode,
@@ -114,6 +110,37 @@ def pager_config(options: PagerOptions, tokens: int, shape: KVShape) -> PagerCon
         swap_limit=options.swap_limit,
         seed=options.seed,
     )
+    page_bytes = shape.page_bytes(options.page_size)
+    least = least_frames(config, shape)
+    whole = max(full_frames(tokens, shape, options.page_size), least)
+    if options.pool is not None:
+        frames = pool_frames(options.pool, tokens, shape, options.page_size)
+        require_frames(f"pool: {options.pool}", frames, config, shape)
+        return replace(config, pool=frames)
+    if options.memory is not None and parse_size(options.memory, "memory") < MEMORY_SHARE * whole * page_bytes:
+        return replace(config, memory=options.memory)
+    if options.mode == "discard":  # never holds more than its budget, and one layer's new tokens on top
+        return replace(config, pool=least + -(-min(tokens, PREFILL_CHUNK) // options.page_size) * shape.kv_heads)
+    limit = whole if options.memory is not None else max(DEFAULT_POOL_BYTES // page_bytes, least)
+    return replace(config, pool=min(whole, limit))
+
+
+def least_frames(config: PagerConfig, shape: KVShape) -> int:
+    """The smallest pool, in frames, that a pager of this configuration can work with."""
+    from kvpager.core.pager import Pager
+
+    with Pager(shape, replace(config, pool=1, memory=None, max_tokens=None, swap="memory")) as pager:
+        return pager.minimum_frames()
+
+
+def require_frames(what: str, frames: int, config: PagerConfig, shape: KVShape) -> None:
+    """Raise ConfigError, with the number needed, when `frames` are too few; `what` names the setting."""
+    least, page_bytes = least_frames(config, shape), shape.page_bytes(config.page_size)
+    if frames < least:
+        raise ConfigError(
+            f"{what} gives {frames} frames, but this model and page size need at least {least} "
+            f"({least * page_bytes / 2**20:.2f} MiB of frames)"
+        )
 
 
 def _swap(options: PagerOptions) -> str | Path:
@@ -163,4 +190,10 @@ def make_cache(model: LoadedModel, options: PagerOptions, tokens: int) -> PagerC
     config = pager_config(options, tokens, shape)
     if options.swap is None and isinstance(config.swap, Path):
         _make_folder(config.swap)
-    return PagerCache(model.model.config, config, dtype=model.dtype)
+    cache = PagerCache(model.model.config, config, dtype=model.dtype)
+    try:
+        require_frames(f"memory: {options.memory}", cache.stats().frames, config, shape)
+    except ConfigError:
+        cache.close()
+        raise
+    return cache

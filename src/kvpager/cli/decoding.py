@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvpager.build import PREFILL_CHUNK
+
 if TYPE_CHECKING:
     import torch
 
+    from kvpager.core.pager import Pager
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
 
 __all__ = ["Generation", "Sampler", "TextStream", "generate"]
-
-PREFILL_CHUNK = 512  # tokens at least; progress shows after each chunk
 
 
 @dataclass(frozen=True)
@@ -150,15 +151,24 @@ def generate(
     )
 
 
-def chunks(length: int, tile: int) -> Iterable[tuple[int, int]]:
-    """(start, stop) of the prefill's chunks: whole tiles, but for the last."""
-    step = -(-PREFILL_CHUNK // tile) * tile
+def chunk_size(pager: Pager) -> int:
+    """Tokens of the prompt that one forward reads: whole tiles, and no more than a discarding pool has frames for."""
+    config = pager.config
+    most = -(-PREFILL_CHUNK // config.tile) * config.tile
+    if config.mode == "recall":
+        return most
+    spare = pager.stats().frames - pager.minimum_frames()  # the minimum is for one tile; more takes one layer's pages
+    return min(most, config.tile * (1 + spare * config.page_size // (pager.shape.kv_heads * config.tile)))
+
+
+def chunks(length: int, step: int) -> Iterable[tuple[int, int]]:
+    """(start, stop) of the prefill's chunks of `step` tokens; the last may be shorter."""
     return ((start, min(start + step, length)) for start in range(0, length, step))
 
 
 def _prefill(model: Any, cache: PagerCache, prompt: list[int], on_prefill: Callable[[int], None]) -> torch.Tensor:
     logits = None
-    for start, stop in chunks(len(prompt), cache.pager.config.tile):
+    for start, stop in chunks(len(prompt), chunk_size(cache.pager)):
         logits = _forward(model, cache, prompt[start:stop])
         on_prefill(stop)
     assert logits is not None, "a prompt has at least one token"
@@ -170,6 +180,6 @@ def _forward(model: Any, cache: PagerCache, token_ids: list[int]) -> torch.Tenso
     import torch
 
     inputs = torch.tensor([token_ids], device=model.device)
-    output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=1)
     logits: torch.Tensor = output.logits[0, -1]
     return logits

@@ -89,8 +89,9 @@ def _read(
     except (UnsupportedModel, MemoryError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{name} can't be loaded: {lines[0]}") from error
+        line = (str(error).strip().splitlines() or [""])[0]
+        kind = "" if isinstance(error, (OSError, ValueError)) and line else f"{type(error).__name__}: "
+        raise ModelError(f"{name} can't be loaded: {kind}{line}") from error
     model, info = loaded
     # transformers fills what a file lacks with random numbers.
     missing = sorted(info["missing_keys"])
