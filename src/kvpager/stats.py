@@ -36,7 +36,7 @@ class PagerStats:
     tiles               tiles attended, over all layers
     pages_attended      pages that tiles attended to, over all layers
     prefix_tokens_hit   tokens that `open` found in blocks already held
-    mass_coverage       the estimated share of attention that the selections kept, mean over tiles (1.0: nothing left out)
+    mass_coverage       the estimated share of attention that the selections kept, mean over tiles (1.0: all of it)
     """
 
     pool_bytes: int
