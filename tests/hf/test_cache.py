@@ -6,15 +6,19 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers.cache_utils import Cache
 
 from hf import tiny
-from hf.runs import SMALL, cut, forwards, minimum, own_logits, paged
-from kvpager import Pager, PagerConfig, PoolExhausted
+from hf.runs import SMALL, cut, forwards, minimum, own_logits, paged, smallest
+from kvpager import PageLost, Pager, PagerConfig, PoolExhausted
 from kvpager.errors import ConfigError, InputError, SequenceError, ThreadError
 from kvpager.hf import PagerCache, kv_shape
+from kvpager.ports import IntArray
+from kvpager.swap.memory import MemorySwap
 
 IDS = tiny.tokens(100)
 
@@ -244,6 +248,33 @@ def test_a_forward_that_fails_is_rolled_back(layer: int, place: str) -> None:
         cache.pager.check()
         found = model(IDS[:, 50:], cache=cache).logits
     torch.testing.assert_close(found, own_logits(own, IDS)[:, 50:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_a_lost_page_raises_and_the_step_is_undone(failing: int) -> None:
+    class Flaky(MemorySwap):
+        reads = -1000
+
+        def read(self, slots: IntArray) -> npt.NDArray[np.uint8]:
+            self.reads += 1
+            if self.reads == failing:
+                raise PageLost("slot 3: checksum differs")
+            return super().read(slots)
+
+    model, own = tiny.pair("llama")
+    shape = kv_shape(model.config)
+    swap = Flaky(shape.page_bytes(16), 1 << 30)
+    with Pager(shape, smallest(model.config, SMALL), swap=swap) as pager:
+        cache = PagerCache(model.config, pager=pager)
+        model(IDS[:, :90], cache=cache)
+        swap.reads = -1
+        with pytest.raises(PageLost, match="slot 3"):
+            model(IDS[:, 90:], cache=cache)
+        assert cache.get_seq_length() == cache.sequences[0].length == 90
+        pager.check()
+        found = model(IDS[:, 90:], cache=cache).logits
+        torch.testing.assert_close(found, own_logits(own, IDS)[:, 90:], atol=1e-4, rtol=0)
+        cache.close()
 
 
 @pytest.mark.promise(6)
