@@ -170,4 +170,5 @@ class State:
             raise PoolExhausted(
                 f"{what} needs {needed} frames ({needed * self.page_bytes} bytes) and the pool has "
                 f"{self.pool.frames} ({self.pool.frames * self.page_bytes} bytes): use a larger pool"
+                + (", or fewer new tokens a step" if self.config.mode == "discard" else "")
             )
