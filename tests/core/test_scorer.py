@@ -39,6 +39,16 @@ def test_mass_is_the_largest_of_queries_and_group_and_fades_each_time_the_page_i
     assert look(made, 2, 1, 1).mass == np.float32(0.3)
 
 
+def test_mass_fades_for_each_query_so_that_a_tile_fades_it_as_decoding_does():
+    tile, steps = scorer(decay=0.5), scorer(decay=0.5)
+    for made, tiles in ((tile, [3]), (steps, [1, 1, 1])):
+        made.born(np.array([2]), 1, np.array([5]), 0)
+        observe(made, np.full((2, 1), 0.8))
+        for queries in tiles:
+            observe(made, np.zeros((2, queries)))
+    assert look(tile, 2, 1, 1).mass == look(steps, 2, 1, 1).mass == np.float32(0.1)
+
+
 def test_total_sums_queries_and_averages_the_group():
     made = scorer()
     made.born(np.array([2]), 1, np.array([5]), 0)

@@ -13,7 +13,9 @@ chance to look at a page, which are the same however a prompt is cut into forwar
 
 What these numbers are good for was measured with benchmarks/eviction_policies.py: whether a page is selected
 next is told best by its estimate at the last selection over that selection's threshold (the odds of being
-selected are close to that ratio); smoothing it over several ticks made prediction worse.
+selected are close to that ratio); smoothing it over several ticks made prediction worse. For dropping pages
+for good, the mass that a page was given lately tells best: a mass that fades slowly over tiles of 64 queries
+remembers how each page was looked at while it was new, and becomes recency.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class PageNumbers:
     """What is known about n pages: arrays of n, aligned, one entry a page.
 
     mass           float32, decayed attention mass: each time that the page is attended to, the largest mass that a
-                   query of the tile and group gave it, or what was there before times the decay, whichever is more
+                   query of the tile and group gave it, or what was there before times the decay for each query of the
+                   tile, whichever is more
     total          float32, all mass ever given, summed over queries, mean over the query group (H2O)
     last           float32, mass that the last query gave when the page was last attended to, mean over the group (TOVA)
     window         float32, mass that the last 32 queries of the latest tile of several queries gave, summed over them,
@@ -107,8 +110,9 @@ class AttentionScorer:
         layers, kv_heads: the model's.
         needs: the fields to keep, out of :data:`FIELDS`; 4 bytes a page each (``estimate`` 2, ``born`` 4 a layer
             and block), beside 5 bytes for ``last_used`` and ``seen``.
-        decay: factor on a page's mass each time that it is attended to, above 0 and at most 1. It doesn't
-            depend on the clock, so that what other sequences do never changes the order of one's pages.
+        decay: factor on a page's mass for each query of the tiles that attend to it, above 0 and at most 1. It
+            doesn't depend on the clock, so that what other sequences do never changes the order of one's pages,
+            and a tile of 64 queries fades it as 64 decode steps do.
         grace: a page is kept under policies that go by attention until this many tiles have seen it, up to 255.
     """
 
@@ -172,7 +176,7 @@ class AttentionScorer:
         before = fields["seen"][rows, layer, heads]
         fields["seen"][rows, layer, heads] = before + (before < SEEN_MAX)
         if "mass" in fields:
-            faded = fields["mass"][rows, layer, heads] * self.decay
+            faded = fields["mass"][rows, layer, heads] * self.decay ** mass.shape[2]
             fields["mass"][rows, layer, heads] = np.maximum(faded, mass.max(axis=(1, 2)))
         if "total" in fields:
             fields["total"][rows, layer, heads] += mass.sum(axis=2).mean(axis=1)
