@@ -103,7 +103,8 @@ class Pager:
     def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence that shares all full blocks of `sequence`; the open block is copied.
 
-        Shared pages have one score: in discard mode, what one fork attends to may keep a page for both. An open step is rolled back first. Raises PoolExhausted with nothing changed.
+        Shared pages have one score: in discard mode, what one fork attends to may keep a page for both.
+        An open step is rolled back first. Raises PoolExhausted with nothing changed.
         """
         self._settled(sequence, "fork")
         return forking.fork(self._state, sequence)
