@@ -406,3 +406,23 @@ def test_after_shutdown_nothing_works_and_swap_is_gone(tmp_path):
         rig.pager.open()
     with pytest.raises(SequenceError, match="shut down"):
         rig.pager.close(sequence)
+
+
+@pytest.mark.promise(7)
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_digests_and_tables_of_a_real_shape_are_small(share):
+    shape = KVShape(layers=30, kv_heads=3, query_heads=9, head_dim=64, dtype="bfloat16")
+    tokens = 1920
+    pool = int(tokens // 16 * 90 * share)
+    pager = Pager(shape, PagerConfig(pool=pool, budget=480))
+    sequence = pager.open(range(tokens))
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((3, tokens, 64)).astype(np.float32)
+    pager.begin([sequence], [tokens])
+    for layer in range(30):
+        pager.append(sequence, layer, keys, keys)
+    pager.commit()
+    stats = pager.stats()
+    assert stats.full_kv_bytes == tokens * 23_040
+    assert stats.digest_bytes <= 0.10 * stats.full_kv_bytes
+    assert stats.table_bytes <= 0.01 * stats.full_kv_bytes

@@ -18,7 +18,7 @@ NO_PAGE = -1
 class FramePool:
     """Which frame holds which page, which frames are free, and which may be taken away.
 
-    owner      int64 [frames]: the flat index of the page that a frame holds, or NO_PAGE
+    owner      int32 [frames]: the flat index of the page that a frame holds, or NO_PAGE
     evictable  bool [frames]: the page is immutable and nothing in the open step needs it to stay
     pinned     bool [frames]: a kernel is reading or a copy is writing the frame right now
 
@@ -27,11 +27,11 @@ class FramePool:
 
     def __init__(self, frames: int) -> None:
         self.frames = frames
-        self.owner: IntArray = np.full(frames, NO_PAGE, np.int64)
+        self.owner: npt.NDArray[np.int32] = np.full(frames, NO_PAGE, np.int32)
         self.evictable: npt.NDArray[np.bool_] = np.zeros(frames, np.bool_)
         self.pinned: npt.NDArray[np.bool_] = np.zeros(frames, np.bool_)
         # a stack: the frame freed last is used next, while it is still warm in the cache
-        self._stack: IntArray = np.arange(frames - 1, -1, -1, dtype=np.int64)
+        self._stack: npt.NDArray[np.int32] = np.arange(frames - 1, -1, -1, dtype=np.int32)
         self.free_count = frames
 
     @property
@@ -59,7 +59,7 @@ class FramePool:
                 f"({int(self.pinned.sum())} pinned, {int(self.evictable.sum())} evictable): use a larger pool"
             )
         self.free_count -= count
-        frames = self._stack[self.free_count : self.free_count + count].copy()
+        frames = self._stack[self.free_count : self.free_count + count].astype(np.int64)
         self.owner[frames] = pages
         return frames
 
@@ -71,6 +71,10 @@ class FramePool:
         self.pinned[frames] = False
         self._stack[self.free_count : self.free_count + len(frames)] = frames
         self.free_count += len(frames)
+
+    def pages(self, frames: IntArray) -> IntArray:
+        """Flat indices of the pages that frames hold, [n]."""
+        return self.owner[frames].astype(np.int64)
 
     def victims(self) -> IntArray:
         """Frames that may be taken away now."""

@@ -71,7 +71,7 @@ class Residency:
         self._heads = np.arange(table.heads)
         self._rng = np.random.default_rng(config.seed)
         self._give_up = give_up
-        # below this many free frames, new pages are written to swap as they fill
+        # below this many free frames, new pages are written to swap as they fill, once anything had to leave
         self._watermark = pool.frames // 8
 
     def place(self, rows: IntArray, layer: int) -> IntArray:
@@ -140,7 +140,7 @@ class Residency:
             frames = self._least(victims[self._clean(victims)], count)
             if len(frames) < count:
                 raise
-        flat = self.pool.owner[frames]
+        flat = self.pool.pages(frames)
         self.table.frame.reshape(-1)[flat] = ABSENT
         self.pool.free(frames)
         self.counters.evictions += len(frames)
@@ -149,7 +149,7 @@ class Residency:
         """The `count` frames whose pages score least, or all where there are no more."""
         if count >= len(frames):
             return frames
-        flat, clock = self.pool.owner[frames], self.clock
+        flat, clock = self.pool.pages(frames), self.clock
         scores = self.policy.score(self.scorer.numbers(flat, clock.tick, clock.layer, clock.again), self._rng)
         expired = self.table.expired.reshape(-1)[flat // self.table.heads]
         if expired.any():
@@ -158,7 +158,7 @@ class Residency:
 
     def _clean(self, frames: IntArray) -> npt.NDArray[np.bool_]:
         """Which frames' pages swap holds already."""
-        clean: npt.NDArray[np.bool_] = self.table.slot.reshape(-1)[self.pool.owner[frames]] != ABSENT
+        clean: npt.NDArray[np.bool_] = self.table.slot.reshape(-1)[self.pool.pages(frames)] != ABSENT
         return clean
 
     def _write(self, frames: IntArray) -> None:
@@ -168,12 +168,12 @@ class Residency:
         dirty = frames[~self._clean(frames)]
         for start in range(0, len(dirty), WRITE_BATCH):
             batch = dirty[start : start + WRITE_BATCH]
-            slots[self.pool.owner[batch]] = self.swap.write(self.storage.dump(batch))
+            slots[self.pool.pages(batch)] = self.swap.write(self.storage.dump(batch))
             self.counters.swap_writes += len(batch)
 
     def write_behind(self) -> None:
-        """Make pages clean ahead of need, once the pool is nearly full; a failing swap is left for the eviction."""
-        if self.swap is not None and self.pool.free_count < self._watermark:
+        """Make pages clean ahead of need, once pages have had to leave; a failing swap is left for the eviction."""
+        if self.swap is not None and self.counters.evictions and self.pool.free_count < self._watermark:
             try:
                 self._write(self.pool.victims())
             except SwapError:
@@ -209,7 +209,7 @@ class Residency:
         frames = self.table.frame.reshape(-1)
         resident = np.flatnonzero(frames != ABSENT)
         assert len(resident) == self.pool.used, f"{len(resident)} pages resident, {self.pool.used} frames in use"
-        owners: npt.NDArray[np.int64] = self.pool.owner[frames[resident]]
+        owners = self.pool.pages(frames[resident].astype(np.int64))
         assert (owners == resident).all(), "the page table and the pool disagree on a frame"
         slots = self.table.slot[self.table.slot != ABSENT]
         assert len(np.unique(slots)) == len(slots), "two pages have one slot in swap"

@@ -22,7 +22,7 @@ __all__ = ["State", "approximate_settings"]
 
 DEFAULT_POOL = 256 * 2**20
 SLOT_BOOKS = 9  # bytes of swap's own books a slot: checksum, free list, a flag
-FRAME_BOOKS = 18  # bytes of the pool's own books a frame: owner, free stack, two flags
+FRAME_BOOKS = 10  # bytes of the pool's own books a frame: owner, free stack, two flags
 
 
 def approximate_settings(config: PagerConfig) -> str:
