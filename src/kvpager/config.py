@@ -142,7 +142,8 @@ class PagerConfig:
     group_pages    pages that one partial attention covers; part of the arithmetic, hence of the result.
     sink_pages     leading pages of a sequence that are always selected and never discarded.
     recent_pages   pages just before the tile that are always selected and never discarded.
-    decay, grace   how fast a page's score fades a step, and for how many steps a new page is kept (scorer).
+    decay          what is left of a page's mass in its score after each further query that attended to it.
+    grace          tiles that must have seen a new page before its attention is compared; it is kept until then.
     swap           "memory", or a path of a file (made if missing, removed at close); None is "memory".
     swap_limit     the most bytes that swap may hold.
     prefix_tokens  the most tokens of closed sequences' full blocks kept for reuse; 0 keeps none.

@@ -217,7 +217,10 @@ class Attender:
             estimate, config.budget_pages, sinks=config.sink_pages, recent=config.recent_pages, first_block=tile.first
         )
         self._remember_scores(step, sequence, layer)
-        self._residency.scorer.estimated(rows, layer, estimate / choice.threshold, self.now(sequence))
+        # protected pages are as good as selected, whatever their estimate
+        ratio = estimate / np.float32(choice.threshold)
+        ratio = np.where(choice.chosen, np.maximum(ratio, np.float32(1)), ratio)
+        self._residency.scorer.estimated(rows, layer, ratio, self.now(sequence))
         # the estimate is a share of all attention, own pages included: what is left out is what the selection misses
         missed = float(estimate.sum()) * (1 - choice.coverage) / (own_lse.size or 1)
         return choice.chosen, 1 - missed

@@ -68,7 +68,9 @@ def scores(state: State, sequence: Sequence, layer: int) -> list[PageScore]:
     blocks, kv_heads = np.divmod(np.arange(written * heads), heads)
     flat = state.table.flat(sequence.rows[blocks], layer, kv_heads)
     frames = state.table.frame.reshape(-1)[flat]
-    numbers = state.scorer.numbers(flat, state.attender.now(sequence), residency.clock.layer)
+    numbers = state.scorer.numbers(
+        flat, state.attender.now(sequence), residency.clock.layer, shared=sequence.view is None
+    )
     # a generator of its own: looking must not change what is evicted next
     values = residency.policy.score(numbers, np.random.default_rng(state.config.seed))
     movable = (frames != ABSENT) & state.pool.evictable[frames]

@@ -150,7 +150,9 @@ class Residency:
         if count >= len(frames):
             return frames
         flat, clock = self.pool.pages(frames), self.clock
-        scores = self.policy.score(self.scorer.numbers(flat, clock.tick, clock.layer, clock.again), self._rng)
+        scores = self.policy.score(
+            self.scorer.numbers(flat, clock.tick, clock.layer, clock.again, shared=True), self._rng
+        )
         expired = self.table.expired.reshape(-1)[flat // self.table.heads]
         if expired.any():
             scores = np.where(expired, np.float32(-np.inf), scores)
