@@ -57,6 +57,21 @@ class PagerOptions:
     kernel: str = "reference"
     seed: int = 0
 
+    def settings(self, tokens: int | None = None) -> PagerConfig:
+        """All but the pool's size, checked; raises ConfigError. `tokens` is the most that will be held."""
+        return PagerConfig(
+            max_tokens=tokens,
+            budget=self.budget,
+            mode=self.mode,
+            policy=self.policy,
+            digest=self.digest,
+            page_size=self.page_size,
+            tile=self.tile,
+            swap=_swap(self),
+            swap_limit=self.swap_limit,
+            seed=self.seed,
+        )
+
 
 def full_frames(tokens: int, shape: KVShape, page_size: int) -> int:
     """Frames that hold every page of `tokens` tokens of one sequence."""
@@ -99,18 +114,7 @@ def pager_config(options: PagerOptions, tokens: int, shape: KVShape) -> PagerCon
     """
     if options.pool is not None and options.memory is not None:
         raise ConfigError("memory: give either --memory or --pool, not both")
-    config = PagerConfig(
-        max_tokens=tokens,
-        budget=options.budget,
-        mode=options.mode,
-        policy=options.policy,
-        digest=options.digest,
-        page_size=options.page_size,
-        tile=options.tile,
-        swap=_swap(options),
-        swap_limit=options.swap_limit,
-        seed=options.seed,
-    )
+    config = options.settings(tokens)
     page_bytes = shape.page_bytes(options.page_size)
     least = least_frames(config, shape)
     whole = max(full_frames(tokens, shape, options.page_size), least)

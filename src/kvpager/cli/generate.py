@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from kvpager.cli.decoding import Sampler, generate
 
     options = pager_options(args)
+    options.settings()  # refused before a model is loaded
     prompt = read_prompt(args.prompt, args.prompt_file)
     loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
     token_ids = encode(loaded, prompt, raw=args.raw)
