@@ -134,10 +134,11 @@ def _places(passage: int, between: int, spare: int, seed: int) -> tuple[int, int
     return late + between, early
 
 
-def discard_frames(config_budget: int, tile: int, page_size: int, chunk: int, shape: KVShape) -> int:
+def discard_frames(budget: int, tile: int, page_size: int, chunk: int, shape: KVShape) -> int:
     """Frames that a discarding run needs: budget, tile and open block, and one layer's chunk on top."""
-    blocks = config_budget // page_size + -(-tile // page_size) + 1
-    return blocks * shape.layers * shape.kv_heads + -(-chunk // page_size) * shape.kv_heads
+    in_tile = -(-tile // page_size)
+    incoming = max(-(-chunk // page_size), in_tile + 1)
+    return ((budget // page_size + in_tile + 1) * shape.layers + incoming) * shape.kv_heads
 
 
 def echo_full(

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpager.errors import ConfigError
 from kvpager.hf import PagerCache
 
-__all__ = ["attention", "chunk_bounds", "forward", "full_cache", "full_cache_bytes", "greedy"]
+__all__ = ["attention", "chunk_bounds", "forward", "full_cache", "full_cache_bytes"]
 
 
 def chunk_bounds(tokens: int, chunk: int, tile: int) -> list[tuple[int, int]]:
@@ -41,7 +41,7 @@ def full_cache(model: PreTrainedModel) -> DynamicCache:
 def full_cache_bytes(cache: DynamicCache) -> int:
     """Bytes of the keys and values that the cache holds."""
     layers: list[Any] = list(cache.layers)
-    return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+    return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers if layer.keys is not None)
 
 
 def forward(
@@ -53,14 +53,3 @@ def forward(
     output = module(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=1 if last else 0)
     logits: torch.Tensor = output.logits[0]
     return logits
-
-
-def greedy(
-    model: PreTrainedModel, cache: DynamicCache | PagerCache, token_ids: Sequence[int], count: int
-) -> Iterator[int]:
-    """Read `token_ids`, then yield `count` tokens, each the likeliest."""
-    new: Sequence[int] = token_ids
-    for _ in range(count):
-        token = int(forward(model, cache, new, last=True)[-1].argmax())
-        new = [token]
-        yield token

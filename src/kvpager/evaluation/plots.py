@@ -84,31 +84,33 @@ def draw_echo(
 
 
 def draw_page_map(
-    recalled: npt.NDArray[np.int64], labels: Sequence[tuple[int, str]], title: str, path: str | Path
+    mass: npt.NDArray[np.float64], labels: Sequence[tuple[int, str]], title: str, path: str | Path
 ) -> None:
-    """How often each block was recalled in each layer, int64 [layers, blocks]; `labels` marks blocks by name."""
-    figure = _pyplot()(figsize=(11, 4.6), layout="constrained")
+    """A map of attention to recalled pages, float [layers, blocks]; `labels` names blocks.
+
+    Colours are relative to the brightest cell outside the first block, and follow the square root.
+    """
+    figure = _pyplot()(figsize=(11, 4.8), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(np.log1p(recalled), aspect="auto", cmap="magma", interpolation="nearest")
+    most = float(mass[:, 1:].max(initial=0)) or 1.0
+    light = np.sqrt(np.minimum(1, mass / most))
+    image = axes.imshow(light, aspect="auto", cmap="magma", interpolation="nearest", vmin=0, vmax=1)
     bar = figure.colorbar(image, ax=axes, pad=0.01)
-    most = int(recalled.max(initial=0))
-    ticks = sorted({0, *(10**power for power in range(4) if 10**power <= most), most})
-    bar.set_ticks([float(np.log1p(tick)) for tick in ticks], labels=[str(tick) for tick in ticks])
-    bar.set_label("pages recalled")
-    for block, name in labels:
+    bar.set_ticks([0, 0.5**0.5, 1], labels=["0", "half", "most"])
+    for index, (block, name) in enumerate(labels):
         axes.annotate(
             name,
             xy=(block, -0.5),
-            xytext=(block, -2.2),
+            xytext=(0, 8 + 11 * (index % 3)),
+            textcoords="offset points",
             fontsize=8,
-            rotation=35,
-            ha="left",
+            ha="center",
             va="bottom",
             color=INK,
-            arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.7},
+            arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.6, "shrinkA": 1, "shrinkB": 0},
             annotation_clip=False,
         )
-    axes.set_xlabel("block of 16 tokens" if labels or recalled.size else "block")
+    axes.set_xlabel("block of 16 tokens, from the beginning of the text to its end")
     axes.set_ylabel("layer")
     figure.suptitle(title, fontsize=11, color=INK)
     figure.savefig(path, dpi=150)
