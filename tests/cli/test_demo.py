@@ -43,7 +43,6 @@ def test_columns_hold_the_same_bytes_and_no_budget_means_the_same_ids(
         assert column["resident_bytes"] == parts
         assert column["right"] == sum(answer["right"] for answer in column["answers"])
     assert lossy["resident_bytes"] == pytest.approx(paged["resident_bytes"], rel=0.03)
-    assert lossy["budget"] > paged["budget"]
     assert paged["resident_bytes"] < 0.35 * full["resident_bytes"]
     assert result["exact"]["identical"] is True
     assert result["exact"]["ids_compared"] == 12
