@@ -32,7 +32,7 @@ def show_next(pager, seq):
     print("  evicted next:", ", ".join(f"block {page.block} (score {page.score:.4f})" for page in leaving))
 
 
-SMALL, LARGE = (PagerConfig(pool=frames, group_pages=16, grace=0) for frames in (64, 80))
+SMALL, LARGE = (PagerConfig(pool=frames, grace=0) for frames in (64, 80))
 with Pager(SHAPE, SMALL) as pager, Pager(SHAPE, LARGE) as roomy:
     seq = pager.open()
     result = grow(pager, seq, 20)

@@ -75,9 +75,15 @@ class Attender:
     """Runs the tiles of one call. `digest` is None where nothing is ever selected."""
 
     def __init__(
-        self, shape: KVShape, config: PagerConfig, residency: Residency, kernel: Kernel, digest: Digest | None
+        self,
+        shape: KVShape,
+        config: PagerConfig,
+        group_pages: int,
+        residency: Residency,
+        kernel: Kernel,
+        digest: Digest | None,
     ) -> None:
-        self._shape, self._config = shape, config
+        self._shape, self._config, self._group_pages = shape, config, group_pages
         self._residency, self._kernel, self._digest = residency, kernel, digest
         self.observers: list[Callable[[TileEvent], None]] = []
 
@@ -161,7 +167,7 @@ class Attender:
 
     def _groups(self, sequence: Sequence, layer: int, tile: _Tile, pages: BoolArray) -> _Attended:
         """Attend to `pages`, bool [H, blocks], a fixed group at a time: by head, then by position."""
-        residency, size, most = self._residency, self._config.page_size, self._config.group_pages
+        residency, size, most = self._residency, self._config.page_size, self._group_pages
         heads, blocks = np.nonzero(pages)
         rows = sequence.rows[blocks]
         starts = blocks * size

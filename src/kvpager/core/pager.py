@@ -276,6 +276,11 @@ class Pager:
         """Functions called after each tile with a TileEvent; add yours to the list."""
         return self._state.attender.observers
 
+    @property
+    def group_pages(self) -> int:
+        """Pages that one partial attention covers: the setting, or what was chosen for the shape."""
+        return self._state.group_pages
+
     def minimum_frames(self, sequences: int = 1) -> int:
         """The smallest pool, in frames, for that many sequences at any length and any count of tokens a step.
 
@@ -285,7 +290,7 @@ class Pager:
         whole("sequences", sequences, 1, 2**31 - 1)
         config, pages = self.config, self.shape.layers * self.shape.kv_heads
         if config.mode == "recall":
-            return sequences * 2 * pages + max(config.group_pages, self.shape.kv_heads)
+            return sequences * 2 * pages + max(self.group_pages, self.shape.kv_heads)
         blocks = (config.budget_pages or 0) + -(-config.tile // config.page_size) + 1
         return sequences * (blocks * pages + (-(-config.tile // config.page_size) + 1) * self.shape.kv_heads)
 

@@ -38,6 +38,8 @@ class State:
 
     def __init__(self, shape: KVShape, config: PagerConfig, kernel: Kernel, swap: Swap | None) -> None:
         self.shape, self.config = shape, config
+        # from the shape alone: a group that depended on the pool would let the pool's size change the arithmetic
+        self.group_pages = config.group_pages or min(256, max(8, 4 * shape.layers * shape.kv_heads))
         selects = config.budget is not None and config.mode == "recall"
         self.digest: Digest | None = (
             make_digest(config.digest, shape.layers, shape.kv_heads, shape.head_dim, config.page_size)
@@ -48,7 +50,7 @@ class State:
         self.table = PageTable(shape.layers, shape.kv_heads)
         self.scorer = AttentionScorer(shape.layers, shape.kv_heads, policy.needs, config.decay, config.grace)
         # what changes the bytes of a block without being among its tokens goes into every key
-        namespace = f"{config.namespace}|{shape!r}|{config.page_size}|{kernel.name}"
+        namespace = f"{config.namespace}|{shape!r}|{config.page_size}|{kernel.name}|{self.group_pages}"
         keys = KeyMaker(namespace, approximate_settings(config))
         self.blocks = Blocks(keys, config.page_size, config.prefix_tokens, self._release)
         if config.max_tokens is not None:
@@ -63,7 +65,7 @@ class State:
         self.residency = Residency(
             config, self.table, self.pool, storage, self.swap, policy, self.scorer, self._give_up
         )
-        self.attender = Attender(shape, config, self.residency, kernel, self.digest)
+        self.attender = Attender(shape, config, self.group_pages, self.residency, kernel, self.digest)
         self.sequences: dict[int, Sequence] = {}
         self.step: Step | None = None
         self.opened = 0

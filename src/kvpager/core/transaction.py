@@ -36,7 +36,7 @@ def frames_needed(state: State, growth: dict[int, int]) -> int:
             open_now = sequence.length % size > 0
             opens = more > 0 and sequence.length % size + more > (size if open_now else 0)
             needed += (open_now + opens) * block
-    return needed if config.mode == "discard" else needed + max(config.group_pages, shape.kv_heads)
+    return needed if config.mode == "discard" else needed + max(state.group_pages, shape.kv_heads)
 
 
 def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, list[int]], layer: int | None) -> Step:
@@ -85,7 +85,7 @@ def _add_blocks(state: State, sequence: Sequence, tokens: int) -> None:
 def write(state: State, step: Step, sequence: Sequence, layer: int, keys: FloatArray, values: FloatArray) -> None:
     """Write new tokens of one layer, [H, T, D], into pages; pages that fill are sealed and get their digest."""
     size = state.config.page_size
-    most = max(1, state.config.group_pages // state.shape.kv_heads)
+    most = max(1, state.group_pages // state.shape.kv_heads)
     done, total = 0, keys.shape[1]
     while done < total:
         filled = int(sequence.filled[layer])

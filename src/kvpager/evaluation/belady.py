@@ -33,7 +33,7 @@ class AccessTrace:
 
     def __init__(self, pager: Pager) -> None:
         self._layers, self._heads = pager.shape.layers, pager.shape.kv_heads
-        self._size = pager.config.group_pages
+        self._size = pager.group_pages
         self.groups: list[IntArray] = []
 
     def __call__(self, event: TileEvent) -> None:
