@@ -41,7 +41,7 @@ MEMORY_SHARE = 0.30  # of the full KV, for permanent eviction and for kvpager al
 BUDGET_SHARE = 0.25  # of the text: what a head of kvpager attends to
 EXACT_POOL = "25%"
 FULL, EVICTED, PAGED = "full cache", "permanent eviction", "kvpager"
-FADE = 0.6
+FADE = 0.7
 
 
 @dataclass
@@ -93,13 +93,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Show it; returns 0 whatever the scores are. Raises what loading and paging raise."""
     from kvpager import build
-    from kvpager.evaluation.codes import CodesTask
     from kvpager.evaluation.plots import check_target
     from kvpager.evaluation.text import bundled_text
 
     target = check_target(args.map or "kvpager-demo.png")
     started = time.perf_counter()
     loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
+    from kvpager.evaluation.codes import CodesTask  # after loading, which sets PyTorch up before its first import
+
     tokens = args.tokens or (2000 if args.quick else 4000)
     codes = args.codes or (4 if args.quick else 8)
     task = CodesTask.make(loaded.tokenizer, bundled_text(), tokens=tokens, codes=codes, seed=args.seed)
@@ -160,8 +161,8 @@ def _columns(args: argparse.Namespace, loaded: LoadedModel, task: CodesTask, sta
     ]
     captions = {
         FULL: "keeps everything in memory",
-        EVICTED: f"keeps the best {lossy.budget} tokens a head",
-        PAGED: f"reads the best {paged.budget} a head, swaps the rest",
+        EVICTED: f"keeps {lossy.budget} tokens a head for good",
+        PAGED: f"reads {paged.budget} tokens a head, swaps the rest",
     }
     return Result(task, columns, captions, seen)
 
@@ -230,7 +231,7 @@ def _live(screen_type: type[Screen], loaded: LoadedModel, result: Result, stream
 
         def show(what: str, column: Column | None, text: str) -> None:
             if what == "question":
-                scene.question, scene.number = text, scene.number + 1
+                scene.question, scene.number, scene.block = text, scene.number + 1, None
                 for view in views.values():
                     view.answer, view.right = "", None
             elif column is not None:
@@ -246,9 +247,13 @@ def _live(screen_type: type[Screen], loaded: LoadedModel, result: Result, stream
                     view.score = sum(answer.right for answer in answers)
                 if what != "read" and column.name == PAGED and result.map.brightest is not None:
                     scene.block = result.map.brightest
-                    scene.words = _words(loaded, result.task, scene.block)
+                    scene.before, scene.words, scene.after = (
+                        _words(loaded, result.task, 16 * scene.block + shift, count)
+                        for shift, count in ((-10, 10), (0, 16), (16, 8))
+                    )
             screen.show()
-            result.map.fade(FADE)
+            if column is not None and column.name == PAGED:  # its light stays while the others write
+                result.map.fade(FADE)
 
         yield show
 
@@ -259,10 +264,10 @@ def _memory_line(column: Column, full: int) -> str:
     return share + (f", swap {memory['swap_bytes'] / MIB:.0f} MiB" if memory["swap_bytes"] else "")
 
 
-def _words(loaded: LoadedModel, task: CodesTask, block: int) -> str:
-    """The text of a block's tokens, on one line."""
-    decoded: Any = loaded.tokenizer.decode(task.token_ids[16 * block : 16 * block + 16])
-    return " ".join(str(decoded).split())
+def _words(loaded: LoadedModel, task: CodesTask, token: int, count: int = 16) -> str:
+    """The words of `count` tokens of the text from `token` on, on one line."""
+    decoded: Any = loaded.tokenizer.decode(task.token_ids[max(0, token) : token + count])
+    return " ".join(str(decoded).split("\n")).replace("  ", " ")
 
 
 # -- what is done
@@ -301,7 +306,7 @@ def _answer(loaded: LoadedModel, result: Result, column: Column, question: Quest
     answer = Answer(ids, text, text.strip().startswith(question.code))
     if column.name == PAGED and result.map.brightest is not None:
         answer.block = result.map.brightest
-        answer.words = _words(loaded, result.task, answer.block)
+        answer.words = _words(loaded, result.task, 16 * answer.block).strip()
         answer.recalls = result.map.recalls
     return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from rich.text import Text
 __all__ = ["Scene", "Screen", "View", "map_text", "memory_table", "scores_table"]
 
 MIB = 2**20
-MAP_COLUMNS = 120
 COLD, GLOW = (43, 47, 60), (255, 176, 59)
 
 
@@ -46,7 +46,9 @@ class Scene:
     question: str = ""
     number: int = 0
     questions: int = 0
+    before: str = ""
     words: str = ""
+    after: str = ""
     block: int | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -99,7 +101,7 @@ def _panel(view: View, scene: Scene) -> Panel:
 
 
 def _map_panel(scene: Scene, width: int) -> Panel:
-    columns = max(20, min(MAP_COLUMNS, width - 6))
+    columns = max(20, min(scene.heat.shape[1], width - 4))
     parts: list[RenderableType] = [map_text(scene.heat, columns)]
     end = Text("first block", style="dim")
     end.append(" " * max(1, columns - len("first block") - len("last block")))
@@ -109,10 +111,12 @@ def _map_panel(scene: Scene, width: int) -> Panel:
         asked = Text(f"{scene.number} of {scene.questions}  ", style="dim")
         asked.append(f"“{scene.question} ...”", style="bold")
         parts.append(asked)
-    words = Text("came back: ", style="dim")
+    words = Text("came back: ", style="dim", no_wrap=True, overflow="ellipsis")
     if scene.block is not None:
         words.append(f"block {scene.block}  ", style="dim")
-        words.append(f"“{scene.words}”", style="rgb(255,176,59)")
+        words.append(scene.before, style="dim")
+        words.append(f"[{scene.words}]", style="bold rgb(255,176,59)")
+        words.append(scene.after, style="dim")
     parts.append(words)
     parts += [Text(note) for note in scene.notes]
     return Panel(
@@ -133,16 +137,16 @@ def map_text(heat: npt.NDArray[np.float32], columns: int) -> Text:
         cells = np.vstack([cells, np.zeros((1, columns), np.float32)])
     text = Text(no_wrap=True)
     for top in range(0, len(cells), 2):
-        for column in range(columns):
-            upper, lower = _colour(cells[top, column]), _colour(cells[top + 1, column])
-            text.append("▀", style=f"{upper} on {lower}")
+        pairs = [(_colour(upper), _colour(lower)) for upper, lower in zip(cells[top], cells[top + 1], strict=True)]
+        for (upper, lower), run in groupby(pairs):  # few changes of colour keep slow terminals in step
+            text.append("▀" * len(list(run)), style=f"{upper} on {lower}")
         if top + 2 < len(cells):
             text.append("\n")
     return text
 
 
 def _colour(value: Any) -> str:
-    share = float(min(1.0, max(0.0, value)))
+    share = round(15 * float(min(1.0, max(0.0, value)))) / 15
     red, green, blue = (round(cold + (glow - cold) * share) for cold, glow in zip(COLD, GLOW, strict=True))
     return f"rgb({red},{green},{blue})"
 

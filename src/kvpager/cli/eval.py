@@ -116,7 +116,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Measure; returns 0. Raises InputError and ConfigError for what can't be run, before a model is loaded."""
     from kvpager import build
-    from kvpager.evaluation.echo import EchoTask, echo_full
     from kvpager.evaluation.plots import check_target
     from kvpager.evaluation.text import bundled_text, read_text
 
@@ -126,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     if args.chunk % args.tile:
         raise ConfigError(f"chunk: {args.chunk} is not a multiple of tile, {args.tile}")
     loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
+    from kvpager.evaluation.echo import EchoTask, echo_full  # after loading, which sets PyTorch up first
+
     ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     task = EchoTask.take(ids, args.passage, args.between, args.seed, args.at)
     with progress("Full cache", len(task.token_ids)) as advance:

@@ -25,12 +25,13 @@ from kvpager.stats import PagerStats, peak_rss_bytes
 __all__ = ["PLANTED", "CodesTask", "Column", "Question", "RecallMap"]
 
 # Sentences that differ in more than the place: the model mixes up eight safes even with all of the text before it.
+# They were chosen with the full cache alone, so that in float32 it prefers every digit by a logit of 0.9 or more.
 PLANTED = (
     ("The code of the safe in Baker Street is", "7421"),
     ("The number of the cab in Fleet Street is", "4898"),
     ("The price of the stone in Covent Garden is", "9916"),
     ("The mark on the trunk at Paddington is", "3136"),
-    ("The weight of the goose from Brixton is", "7061"),
+    ("The wage of the servant from Brixton is", "7061"),
     ("The height of the tower in Windsor is", "8766"),
     ("The room of the doctor in Harley Street is", "2073"),
     ("The ticket of the train to Reading is", "1215"),
@@ -132,7 +133,7 @@ class RecallMap:
         self.recalls += len(blocks)
         self.mass[event.layer] += came
         self.total[event.layer] += came
-        lit = np.minimum(1, np.sqrt(4 * came)).astype(np.float32)  # a quarter of one head's attention is full light
+        lit = np.minimum(1, np.sqrt(20 * came)).astype(np.float32)  # a twentieth of one head's attention is full light
         self.heat[event.layer] = np.maximum(self.heat[event.layer], lit)
 
     def fade(self, factor: float) -> None:
