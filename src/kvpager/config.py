@@ -176,7 +176,7 @@ class PagerConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("policy", self.policy, POLICIES)
         _one_of("digest", self.digest, DIGESTS)
-        if self.page_size not in (8, 16, 32):
+        if not isinstance(self.page_size, int) or self.page_size not in (8, 16, 32):
             raise ConfigError(f"page_size: {self.page_size!r} is not 8, 16 or 32")
         _whole("tile", self.tile, 1, 1024)
         if self.tile != 1 and self.tile % self.page_size:

@@ -116,6 +116,8 @@ def test_wrong_ranges(rig, start, stop):
         ("s", [1], [[-4]], "token_ids: -4"),
         ("s", [1], [["x"]], "token_ids: 'x'"),
         ("s", [1], ["x"], "got text"),
+        ("s", 1, None, "counts: expected a list, got int"),
+        ("s", [1], 5, "token_ids: expected a list, got int"),
     ],
 )
 def test_wrong_steps(rig, sequences, counts, tokens, match):
@@ -195,6 +197,7 @@ def test_wrong_shapes_name_the_field(field, value):
         ("policy", "best"),
         ("digest", "3bit"),
         ("page_size", 12),
+        ("page_size", 16.0),
         ("tile", 0),
         ("tile", 24),
         ("tile", 2048),

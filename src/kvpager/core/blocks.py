@@ -62,6 +62,9 @@ class Prefix:
 class Blocks:
     """Rows, reference counts and the prefix index. Rows whose count falls to zero are given to `release`."""
 
+    most_rows: int | None = None
+    """Blocks that are only kept for reuse make way before there are more rows than this."""
+
     def __init__(self, keys: KeyMaker, page_size: int, cached_tokens: int, release: Callable[[int], None]) -> None:
         self._keys = keys
         self._page_size = page_size
@@ -90,6 +93,8 @@ class Blocks:
 
     def take(self) -> int:
         """A row for a new block, with one reference."""
+        if not self._free and self.most_rows is not None and self.rows >= self.most_rows:
+            self.reclaim()
         if self._free:
             row = self._free.pop()
             self.references[row] = 1

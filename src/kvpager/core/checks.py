@@ -9,13 +9,17 @@ import numpy as np
 from kvpager.errors import InputError
 from kvpager.ports import FloatArray
 
-__all__ = ["floats", "token_list", "whole"]
+__all__ = ["STORED_MOST", "floats", "listed", "positive", "step_tokens", "token_list", "whole"]
+
+# the largest finite number of each dtype that pages are held in
+STORED_MOST = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
 
 
-def floats(name: str, value: Any, shape: tuple[int | None, ...], layout: str) -> FloatArray:
+def floats(name: str, value: Any, shape: tuple[int | None, ...], layout: str, dtype: str = "float32") -> FloatArray:
     """`value` as float32 of `shape` (None: any size above zero); `layout` words the shape for the message.
 
-    Raises InputError for what is not an array of finite floating-point numbers in that shape.
+    Raises InputError for what is not an array of floating-point numbers in that shape, finite also in `dtype`,
+    in which they will be held.
     """
     if not isinstance(value, np.ndarray):
         raise InputError(f"{name}: expected a NumPy array {layout}, got {type(value).__name__}")
@@ -28,9 +32,12 @@ def floats(name: str, value: Any, shape: tuple[int | None, ...], layout: str) ->
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InputError(f"{name}: shape {value.shape} is not {layout} = ({wanted})")
     with np.errstate(over="ignore"):
-        plain = value.astype(np.float32, copy=False)
-    if not np.isfinite(plain).all():
-        raise InputError(f"{name}: holds NaN or infinity (or numbers beyond float32); every number must be finite")
+        plain = np.asarray(value, np.float32)
+    most = STORED_MOST[dtype]
+    if not (plain.max() <= most and plain.min() >= -most):  # NaN compares as false
+        raise InputError(
+            f"{name}: holds NaN or infinity (or numbers beyond {dtype}, {most:g}); every number must be finite"
+        )
     return plain
 
 
@@ -43,12 +50,33 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
+def positive(name: str, value: Any, default: float) -> float:
+    """`value` as a float above zero, `default` for None, else InputError."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not 0 < value < 1e9:
+        raise InputError(f"{name}: {value!r} is not a number above zero")
+    return float(value)
+
+
+def listed(name: str, value: Any) -> list[Any]:
+    """`value` as a list, else InputError."""
+    try:
+        return list(value)
+    except TypeError:
+        raise InputError(f"{name}: expected a list, got {type(value).__name__}") from None
+
+
+def step_tokens(value: Any, counts: list[int]) -> list[list[int]]:
+    """The token ids of a step, one list for each of its sequences and as long as its count, else InputError."""
+    lists = [token_list("token_ids", ids) for ids in listed("token_ids", value)]
+    if [len(ids) for ids in lists] != counts:
+        raise InputError(f"token_ids: lengths {[len(ids) for ids in lists]} are not the counts {counts}")
+    return lists
+
+
 def token_list(name: str, value: Any) -> list[int]:
     """Token ids as a list of ints of 0 and above, else InputError."""
     if isinstance(value, (str, bytes)):
         raise InputError(f"{name}: expected token ids, got text")
-    try:
-        items = list(value)
-    except TypeError:
-        raise InputError(f"{name}: expected a list of token ids, got {type(value).__name__}") from None
-    return [whole(name, item, 0, 2**63 - 1) for item in items]
+    return [whole(name, item, 0, 2**63 - 1) for item in listed(name, value)]

@@ -32,6 +32,7 @@ def _share_prefix(state: State, sequence: Sequence, tokens: list[int]) -> None:
         # start at a tile boundary, so that later tiles select exactly as they would have without the hit
         whole = len(found.rows) * size // state.config.tile * state.config.tile
         found = found.first(whole // size)
+    state.require_tokens(len(found.rows) * size)
     for row in found.rows:
         state.blocks.hold(row)
     sequence.rows = np.array(found.rows, np.int64)
@@ -74,7 +75,6 @@ def _copy_block(state: State, source: int) -> int:
     table, pool, residency = state.table, state.pool, state.residency
     target = state.blocks.take()
     state.fit()
-    table = state.table
     heads = np.arange(table.heads)
     layers = np.arange(table.layers)
     try:
@@ -83,8 +83,10 @@ def _copy_block(state: State, source: int) -> int:
         table.frame[target] = frames
         for layer in range(table.layers):
             came, _ = residency.fault(np.full(table.heads, source), layer, heads)
-            residency.storage.copy(came, frames[layer])
-            pool.pinned[came] = False
+            try:
+                residency.storage.copy(came, frames[layer])
+            finally:
+                pool.pinned[came] = False
     except BaseException:
         state.blocks.drop(target)
         raise
@@ -92,16 +94,36 @@ def _copy_block(state: State, source: int) -> int:
     return target
 
 
-def crop(state: State, sequence: Sequence, length: int) -> None:
-    """Forget all tokens from `length` on. A full block that becomes open is copied, for others may share it."""
+def crop(state: State, cuts: list[tuple[Sequence, int]]) -> None:
+    """Of each sequence, forget all tokens from its length on; where one can't be cropped, none is.
+
+    A full block that becomes open is copied, for others may share it.
+    """
+    size = state.config.page_size
+    for sequence, length in cuts:
+        index, rest = divmod(length, size)
+        if rest and sequence.view is not None and not sequence.view[index].all():
+            raise InputError(f"crop: pages of positions {index * size}..{length - 1} were discarded; keep more or less")
+    copies: dict[int, int] = {}
+    try:
+        for sequence, length in cuts:
+            if length % size and bool(state.table.sealed[sequence.rows[length // size]].any()):
+                copies[sequence.id] = _copy_block(state, int(sequence.rows[length // size]))
+    except BaseException:
+        for row in copies.values():
+            state.blocks.drop(row)
+        raise
+    for sequence, length in cuts:
+        _cut(state, sequence, length, copies.get(sequence.id))
+
+
+def _cut(state: State, sequence: Sequence, length: int, copy: int | None) -> None:
+    """Forget tokens from `length` on; `copy` is the row that takes the place of the block that becomes open."""
     size = state.config.page_size
     index, rest = divmod(length, size)
-    if rest and sequence.view is not None and not sequence.view[index].all():
-        raise InputError(f"crop: pages of positions {index * size}..{length - 1} were discarded; keep more or less")
-    if rest and bool(state.table.sealed[sequence.rows[index]].any()):
-        row = _copy_block(state, int(sequence.rows[index]))
+    if copy is not None:
         state.blocks.drop(int(sequence.rows[index]))
-        sequence.rows[index] = row
+        sequence.rows[index] = copy
     keep = index + (rest > 0)
     for gone in sequence.rows[keep:][::-1].tolist():
         state.blocks.drop(gone)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,8 @@ import numpy.typing as npt
 from kvpager.config import KVShape, PagerConfig
 from kvpager.core import books, forking, transaction
 from kvpager.core.attention import TileEvent
-from kvpager.core.checks import floats, token_list, whole
+from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
+from kvpager.core.guards import changes, owned
 from kvpager.core.sequence import Sequence
 from kvpager.core.state import State
 from kvpager.errors import ConfigError, InputError, SequenceError, StepError, ThreadError
@@ -37,20 +37,6 @@ class AttendResult:
 
     output: FloatArray
     page_mass: FloatArray
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _owned(method: _Method) -> _Method:
-    """Refuse calls from a thread that doesn't own the pager."""
-
-    @functools.wraps(method)
-    def checked(self: Pager, *args: Any, **kwargs: Any) -> Any:
-        self._check_thread(method.__name__)
-        return method(self, *args, **kwargs)
-
-    return cast(_Method, checked)
 
 
 class Pager:
@@ -84,10 +70,11 @@ class Pager:
         self._state = State(shape, self.config, kernel or ReferenceKernel(), swap)
         self._thread = threading.get_ident()
         self._down = False
+        self._attending = False
 
     # -- sequences
 
-    @_owned
+    @changes
     def open(self, token_ids: Iterable[int] | None = None) -> Sequence:
         """A new sequence.
 
@@ -99,7 +86,7 @@ class Pager:
         tokens = None if token_ids is None else token_list("token_ids", token_ids)
         return forking.open_sequence(self._state, tokens)
 
-    @_owned
+    @changes
     def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence that shares all full blocks of `sequence`; the open block is copied.
 
@@ -109,28 +96,42 @@ class Pager:
         self._settled(sequence, "fork")
         return forking.fork(self._state, sequence)
 
-    @_owned
+    @changes
     def crop(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens of `sequence`. An open step is rolled back first.
 
         Raises InputError for a length above the present one, or when pages of the last block kept were discarded.
         """
-        self._settled(sequence, "crop")
-        whole("length", length, 0, sequence.length)
-        if length < sequence.length:
-            forking.crop(self._state, sequence, int(length))
+        self.crop_all([sequence], [length])
 
-    @_owned
+    @changes
+    def crop_all(self, sequences: Iterable[Sequence], lengths: Iterable[int]) -> None:
+        """As `crop` for several sequences, each to its length: all of them or, where one raises, none."""
+        chosen, ends = listed("sequences", sequences), listed("lengths", lengths)
+        if len(chosen) != len(ends):
+            raise InputError(f"lengths: {len(ends)} lengths for {len(chosen)} sequences; give one for each")
+        for sequence in chosen:
+            self._settled(sequence, "crop")
+        for sequence, length in zip(chosen, ends, strict=True):
+            whole("length", length, 0, sequence.length)
+        if len({sequence.id for sequence in chosen}) != len(chosen):
+            raise InputError("sequences: a sequence is to be cropped twice")
+        forking.crop(self._state, [(one, int(end)) for one, end in zip(chosen, ends, strict=True) if end < one.length])
+
+    @changes
     def close(self, sequence: Sequence) -> None:
-        """Let go of a sequence's pages. An open step is rolled back first."""
-        self._check_sequence(sequence)
+        """Let go of a sequence's pages. An open step is rolled back first. Harmless after `shutdown`."""
+        self._check_own(sequence)
+        if self._down:
+            sequence.closed = True
+            return
         self.rollback()
         if not sequence.closed:
             transaction.close(self._state, sequence)
 
     # -- steps
 
-    @_owned
+    @changes
     def begin(
         self,
         sequences: Iterable[Sequence],
@@ -142,7 +143,8 @@ class Pager:
         `token_ids`, a list of ids for each sequence, lets full blocks be found by `open` later. An uncommitted
         step is rolled back first. Raises PoolExhausted when the step can never fit the pool.
         """
-        chosen, growth = list(sequences), [whole("counts", count, 1, 2**31 - 1) for count in counts]
+        chosen = listed("sequences", sequences)
+        growth = [whole("counts", count, 1, 2**31 - 1) for count in listed("counts", counts)]
         if not chosen or len(chosen) != len(growth):
             raise InputError(
                 f"counts: {len(growth)} counts for {len(chosen)} sequences; give one for each, at least one"
@@ -151,16 +153,17 @@ class Pager:
             self._check_sequence(sequence)
         if len({sequence.id for sequence in chosen}) != len(chosen):
             raise InputError("sequences: a sequence stands twice in the step")
-        tokens = self._tokens_of_step(chosen, growth, token_ids)
+        ids = [] if token_ids is None else step_tokens(token_ids, growth)
+        tokens = {sequence.id: its for sequence, its in zip(chosen, ids, strict=False)}
         self.rollback()
         for sequence in chosen:
             self._check_sequence(sequence)
             self._check_even(sequence, "begin")
         transaction.begin(self._state, list(zip(chosen, growth, strict=True)), tokens, None)
 
-    @_owned
+    @changes
     def append(self, sequence: Sequence, layer: int, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-        """Write new keys and values of one layer, [kv_heads, T, head_dim], floating point and finite.
+        """Write new keys and values of one layer, [kv_heads, T, head_dim]: floats, finite in the pages' dtype.
 
         Keys come with their positions already in them (rotated). Inside begin/commit, T is the sequence's count
         and each layer is written once; outside, each call is a step of its own, and the sequence is as long as
@@ -170,8 +173,9 @@ class Pager:
         self._check_sequence(sequence)
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.kv_heads, None, self.shape.head_dim)
-        new_keys = floats("keys", keys, dims, "[kv_heads, tokens, head_dim]")
-        new_values = floats("values", values, dims, "[kv_heads, tokens, head_dim]")
+        layout, dtype = "[kv_heads, tokens, head_dim]", self.shape.dtype
+        new_keys = floats("keys", keys, dims, layout, dtype)
+        new_values = floats("values", values, dims, layout, dtype)
         tokens = new_keys.shape[1]
         if new_values.shape[1] != tokens:
             raise InputError(f"values: {new_values.shape[1]} tokens, but keys have {tokens}")
@@ -186,7 +190,7 @@ class Pager:
         with transaction.guarded(self._state):
             transaction.write(self._state, step, sequence, layer, new_keys, new_values)
 
-    @_owned
+    @changes
     def attend(
         self,
         sequence: Sequence,
@@ -207,8 +211,8 @@ class Pager:
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.query_heads, None, self.shape.head_dim)
         asked = floats("queries", queries, dims, "[query_heads, tokens, head_dim]")
-        factor = _positive("scale", scale, self.shape.scale or self.shape.head_dim**-0.5)
-        cap = None if softcap is None else _positive("softcap", softcap, 1.0)
+        factor = positive("scale", scale, self.shape.scale or self.shape.head_dim**-0.5)
+        cap = None if softcap is None else positive("softcap", softcap, 1.0)
         step = self._state.step
         if step is None:
             if asked.shape[1] > sequence.filled[layer]:
@@ -216,24 +220,30 @@ class Pager:
                     f"queries: {asked.shape[1]} queries, but layer {layer} holds {sequence.filled[layer]} tokens"
                 )
             with transaction.implicit(self._state, sequence, 0, layer) as own:
-                result = self._state.attender.attend(own, sequence, layer, asked, factor, cap)
-            return AttendResult(*result)
+                return self._attend(own, sequence, layer, asked, factor, cap)
         self._check_in_step(sequence, "attend", asked.shape[1])
         if sequence.filled[layer] == sequence.length:
             raise StepError(
                 f"attend: layer {layer} of sequence {sequence.id} has had no keys in this step; append first"
             )
         with transaction.guarded(self._state):
-            return AttendResult(*self._state.attender.attend(step, sequence, layer, asked, factor, cap))
+            return self._attend(step, sequence, layer, asked, factor, cap)
 
-    @_owned
+    def _attend(self, *arguments: Any) -> AttendResult:
+        self._attending = True
+        try:
+            return AttendResult(*self._state.attender.attend(*arguments))
+        finally:
+            self._attending = False
+
+    @changes
     def commit(self) -> None:
         """End the step: its tokens belong to their sequences. Raises StepError when a layer has not had them all."""
         if self._state.step is None:
             raise StepError("commit: no step is open; begin one first")
         transaction.commit(self._state, self._state.step)
 
-    @_owned
+    @changes
     def rollback(self) -> None:
         """Undo the open step, if any: everything is as before `begin`.
 
@@ -242,9 +252,14 @@ class Pager:
         if self._state.step is not None:
             transaction.rollback(self._state, self._state.step)
 
+    @property
+    def step(self) -> object | None:
+        """The open step, or None: a mark by which to tell whether the step that one began is still the open one."""
+        return self._state.step
+
     # -- looking
 
-    @_owned
+    @owned
     def read(
         self, sequence: Sequence, layer: int, start: int = 0, stop: int | None = None
     ) -> tuple[FloatArray, FloatArray]:
@@ -259,13 +274,13 @@ class Pager:
         start = whole("start", start, 0, max(0, stop - 1))
         return books.read(self._state, sequence, layer, start, stop)
 
-    @_owned
+    @owned
     def page_table(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         """A copy of the frames of a sequence's pages, int32 [blocks, layers, kv_heads]; -1 (ABSENT) if not resident."""
         self._check_sequence(sequence)
         return self._state.table.frame[sequence.rows]
 
-    @_owned
+    @owned
     def scores(self, sequence: Sequence, layer: int) -> list[books.PageScore]:
         """A sequence's pages in one layer as the policy sees them: the one that would be evicted next comes first."""
         self._check_sequence(sequence)
@@ -294,14 +309,15 @@ class Pager:
         blocks = (config.budget_pages or 0) + -(-config.tile // config.page_size) + 1
         return sequences * (blocks * pages + (-(-config.tile // config.page_size) + 1) * self.shape.kv_heads)
 
-    @_owned
+    @owned
     def stats(self) -> PagerStats:
         """Counters and sizes."""
         return books.stats(self._state)
 
-    @_owned
+    @owned
     def check(self) -> None:
         """Assert that the books balance (promise 3). For tests and debugging; no step may be open."""
+        self._check_up()
         assert self._state.step is None, "a step is open"
         books.check(self._state)
 
@@ -314,8 +330,9 @@ class Pager:
         self._thread = threading.get_ident()
 
     def shutdown(self) -> None:
-        """Close swap; the pager can't be used afterwards. Idempotent, allowed from any thread."""
+        """Close swap; the pager can't be used afterwards, and an open step is dropped. Idempotent, from any thread."""
         self._down = True
+        self._state.step = None
         if self._state.swap is not None:
             self._state.swap.close()
 
@@ -339,6 +356,9 @@ class Pager:
 
     def _check_sequence(self, sequence: Sequence) -> None:
         self._check_up()
+        self._check_own(sequence)
+
+    def _check_own(self, sequence: Sequence) -> None:
         if not isinstance(sequence, Sequence):
             raise SequenceError(f"sequence: expected one that this pager opened, got {type(sequence).__name__}")
         if sequence.owner is not self._state:
@@ -370,21 +390,3 @@ class Pager:
             raise StepError(f"{call}: sequence {sequence.id} is not part of the open step")
         if count != tokens:
             raise InputError(f"{call}: {tokens} tokens, but the step was begun with {count} for sequence {sequence.id}")
-
-    def _tokens_of_step(
-        self, sequences: list[Sequence], counts: list[int], token_ids: Iterable[Iterable[int]] | None
-    ) -> dict[int, list[int]]:
-        if token_ids is None:
-            return {}
-        lists = [token_list("token_ids", ids) for ids in token_ids]
-        if [len(ids) for ids in lists] != counts:
-            raise InputError(f"token_ids: lengths {[len(ids) for ids in lists]} are not the counts {counts}")
-        return {sequence.id: ids for sequence, ids in zip(sequences, lists, strict=True)}
-
-
-def _positive(name: str, value: Any, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not 0 < value < 1e9:
-        raise InputError(f"{name}: {value!r} is not a number above zero")
-    return float(value)

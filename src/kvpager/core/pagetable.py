@@ -58,9 +58,9 @@ class PageTable:
         """Flat indices of pages: the owners' names in the frame pool."""
         return (rows * self.layers + layer) * self.heads + heads
 
-    def clear(self, row: int) -> None:
-        """Forget a row; its frames and slots have been given back."""
-        self.frame[row] = ABSENT
-        self.slot[row] = ABSENT
-        self.sealed[row] = False
-        self.expired[row] = False
+    def clear(self, rows: int | IntArray, layer: int | slice) -> None:
+        """Forget pages whose frames and slots have been given back."""
+        self.frame[rows, layer] = ABSENT
+        self.slot[rows, layer] = ABSENT
+        self.sealed[rows, layer] = False
+        self.expired[rows, layer] = False

@@ -49,7 +49,8 @@ class Clock:
 class Residency:
     """Which pages are in the pool, and how others get in and out.
 
-    `give_up(count)` is asked for frames in discard mode, where nothing can be evicted.
+    `give_up(count)` is asked for frames in discard mode, where nothing can be evicted. `reclaim()` lets go of one
+    block that is only kept for reuse, and says whether there was one.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Residency:
         policy: Policy,
         scorer: AttentionScorer,
         give_up: Callable[[int], None],
+        reclaim: Callable[[], bool],
     ) -> None:
         self.pool, self.storage, self.swap = pool, storage, swap
         self.policy, self.scorer = policy, scorer
@@ -70,7 +72,7 @@ class Residency:
         self.counters = Counters()
         self._heads = np.arange(table.heads)
         self._rng = np.random.default_rng(config.seed)
-        self._give_up = give_up
+        self._give_up, self._reclaim = give_up, reclaim
         # below this many free frames, new pages are written to swap as they fill, once anything had to leave
         self._watermark = pool.frames // 8
 
@@ -127,23 +129,29 @@ class Residency:
     def make_room(self, count: int) -> None:
         """Evict up to `count` pages, those of least score; dirty ones are written to swap first.
 
-        Where swap can take no more, only clean pages leave; SwapError when there are too few of them.
+        Where swap can take no more, only clean pages leave; where there are too few of them, blocks that are only
+        kept for reuse give back their frames and slots. SwapError when that is not enough either.
         """
         if self.swap is None:
             self._give_up(count)
             return
-        frames = self._least(self.pool.victims(), count)
-        try:
-            self._write(frames)
-        except SwapError:
-            victims = self.pool.victims()
-            frames = self._least(victims[self._clean(victims)], count)
-            if len(frames) < count:
-                raise
-        flat = self.pool.pages(frames)
-        self.table.frame.reshape(-1)[flat] = ABSENT
-        self.pool.free(frames)
-        self.counters.evictions += len(frames)
+        wanted = self.pool.free_count + count
+        while (short := wanted - self.pool.free_count) > 0:
+            frames = self._least(self.pool.victims(), short)
+            try:
+                self._write(frames)
+            except SwapError:
+                victims = self.pool.victims()
+                frames = self._least(victims[self._clean(victims)], short)
+                if len(frames) < short:
+                    if self._reclaim():
+                        continue
+                    raise
+            flat = self.pool.pages(frames)
+            self.table.frame.reshape(-1)[flat] = ABSENT
+            self.pool.free(frames)
+            self.counters.evictions += len(frames)
+            return
 
     def _least(self, frames: IntArray, count: int) -> IntArray:
         """The `count` frames whose pages score least, or all where there are no more."""
@@ -182,22 +190,15 @@ class Residency:
                 # nothing is lost: the pages stay in their frames, and an eviction that needs one will say so
                 return
 
-    def release(self, row: int) -> None:
-        """Give back the frames and slots of a block that nobody holds."""
-        frames = self.table.frame[row]
-        resident = frames[frames != ABSENT].astype(np.int64)
+    def release(self, rows: int | IntArray, layer: int | slice = slice(None)) -> None:
+        """Give back the frames and slots of blocks that nobody holds, or of their pages in one layer."""
+        frames, slots = self.table.frame[rows, layer], self.table.slot[rows, layer]
+        resident, stored = (held[held != ABSENT].astype(np.int64) for held in (frames, slots))
         if resident.size:
             self.pool.free(resident)
-        self.free_slots(row)
-        self.table.clear(row)
-
-    def free_slots(self, row: int) -> None:
-        """Give back the slots of a block: its pages are dirty then."""
-        slots = self.table.slot[row]
-        stored = slots[slots != ABSENT].astype(np.int64)
         if stored.size and self.swap is not None:
             self.swap.free(stored)
-        self.table.slot[row] = ABSENT
+        self.table.clear(rows, layer)
 
     def free(self, flat: IntArray) -> None:
         """Give back the frames of pages that nobody sees any more (discard mode)."""

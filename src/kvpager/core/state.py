@@ -56,6 +56,8 @@ class State:
         if config.max_tokens is not None:
             # one row more: a block that is copied while its original is still held
             self.grow(-(-config.max_tokens // config.page_size) + 1)
+            if config.memory is not None:
+                self.blocks.most_rows = self.table.rows
         self.page_bytes = shape.page_bytes(config.page_size)
         self.pool = FramePool(self._frames())
         if swap is None and config.mode == "recall":
@@ -63,7 +65,7 @@ class State:
         self.swap = swap if config.mode == "recall" else None
         storage = kernel.storage(self.pool.frames, shape, config.page_size)
         self.residency = Residency(
-            config, self.table, self.pool, storage, self.swap, policy, self.scorer, self._give_up
+            config, self.table, self.pool, storage, self.swap, policy, self.scorer, self._give_up, self.blocks.reclaim
         )
         self.attender = Attender(shape, config, self.group_pages, self.residency, kernel, self.digest)
         self.sequences: dict[int, Sequence] = {}
@@ -86,6 +88,14 @@ class State:
     def tokens(self) -> int:
         """Tokens that all open sequences hold."""
         return sum(sequence.length for sequence in self.sequences.values())
+
+    def require_tokens(self, more: int) -> None:
+        """Refuse what `max_tokens` does not allow, counting what only some layers have had. Raises PoolExhausted."""
+        most = self.config.max_tokens
+        if most is not None:
+            total = more + sum(int(sequence.filled.max()) for sequence in self.sequences.values())
+            if total > most:
+                raise PoolExhausted(f"{total} tokens would be held and max_tokens is {most}")
 
     def grow(self, rows: int) -> None:
         """Have room for `rows` blocks in every table."""

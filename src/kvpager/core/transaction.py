@@ -10,7 +10,7 @@ import numpy as np
 from kvpager.core.pagetable import ABSENT
 from kvpager.core.sequence import Saved, Sequence, Step
 from kvpager.core.state import State
-from kvpager.errors import PoolExhausted, StepError
+from kvpager.errors import StepError
 from kvpager.ports import FloatArray, IntArray
 
 __all__ = ["begin", "close", "commit", "frames_needed", "free_unseen", "guarded", "implicit", "rollback", "write"]
@@ -45,10 +45,11 @@ def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, li
     Raises PoolExhausted, with nothing changed, when the step can never fit.
     """
     config = state.config
-    if config.max_tokens is not None:
-        total = state.tokens + sum(count for _, count in growth)
-        if total > config.max_tokens:
-            raise PoolExhausted(f"{total} tokens would be held and max_tokens is {config.max_tokens}")
+    layers = range(state.shape.layers) if layer is None else (layer,)
+    ends = [int(sequence.filled[list(layers)].max()) + count for sequence, count in growth]
+    state.require_tokens(
+        sum(max(0, end - int(sequence.filled.max())) for (sequence, _), end in zip(growth, ends, strict=True))
+    )
     counts = {sequence.id: count for sequence, count in growth}
     state.require_frames(frames_needed(state, counts), "the step")
     step = Step(
@@ -58,10 +59,9 @@ def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, li
         tick=state.residency.clock.tick,
     )
     state.residency.clock.tick += 1
-    layers = range(state.shape.layers) if layer is None else (layer,)
-    for sequence, count in growth:
+    for (sequence, _), end in zip(growth, ends, strict=True):
         sequence.tick += 1
-        _add_blocks(state, sequence, int(sequence.filled[list(layers)].max()) + count)
+        _add_blocks(state, sequence, end)
         for each in layers:
             filled = int(sequence.filled[each])
             if filled % config.page_size:
@@ -184,14 +184,24 @@ def rollback(state: State, step: Step) -> None:
     for row, layer in step.held:
         # held pages never left the pool; those that filled are open again
         state.table.sealed[row, layer] = False
-    for (_, layer), (rows, snapshot) in step.scores.items():
+    # the latest first: where sequences share pages, the earliest snapshot is the one from before the step
+    for (_, layer), (rows, snapshot) in reversed(step.scores.items()):
         state.scorer.restore(rows, layer, snapshot)
     for saved in step.saved:
         for row in saved.restore().tolist():
             state.blocks.drop(row)
+        _empty_ahead(state, saved.sequence)
     state.residency.clock.tick = step.tick
     for sequence in step.broken:
         close(state, sequence)
+
+
+def _empty_ahead(state: State, sequence: Sequence) -> None:
+    """Give back pages that a step began in blocks that other layers had reached before it."""
+    for layer, filled in enumerate(sequence.filled.tolist()):
+        ahead = sequence.rows[-(-filled // state.config.page_size) :]
+        if ahead.size:
+            state.residency.release(ahead, layer)
 
 
 @contextmanager
