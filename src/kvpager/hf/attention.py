@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvpager.errors import CacheMismatch, InputError, UnsupportedModel
+from kvpager.hf.eager import eager
 from kvpager.hf.mask import pager_mask
 from kvpager.hf.step import Step
 
@@ -34,6 +36,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, pager_mask)
 
 
+@eager
 def pager_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -49,7 +52,8 @@ def pager_attention(
     """Attend through the pager of the PagerCache that took this layer's keys and values.
 
     query [B, Hq, T, D], key and value [B, H, T, D] (the new tokens alone), attention_mask [B, columns] or None;
-    returns [B, T, Hq, D] in the query's dtype, zeros where a column is padding, and no weights.
+    returns [B, T, Hq, D] in the query's dtype, zeros where a column is padding, and no weights. It has no gradient:
+    where one is asked for, the backward pass raises InputError.
     Raises CacheMismatch without a PagerCache, InputError for dropout, training, weights asked for or a mask that
     is not two-dimensional, UnsupportedModel for arguments that kvpager doesn't compute.
     """
@@ -66,7 +70,23 @@ def pager_attention(
         )
     step.pending = False
     _check(module, step, dropout, sliding_window, kwargs)
-    return step.attend(query, key, value, attention_mask, scaling, softcap), None
+    output = step.attend(query, key, value, attention_mask, scaling, softcap)
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
+        refuse: Callable[..., torch.Tensor] = _NoGradient.apply
+        output = refuse(output, query, key, value)
+    return output, None
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes `output` on, and refuses a gradient that would go round the pager and be wrong in silence."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise InputError("backward: kvpager's attention has no gradient, it serves inference; train with 'sdpa'")
 
 
 def _check(

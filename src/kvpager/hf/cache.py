@@ -19,12 +19,12 @@ from kvpager.errors import (
     CacheMismatch,
     ConfigError,
     InputError,
-    KVPagerError,
     SequenceError,
     StepError,
     UnsupportedModel,
 )
 from kvpager.hf.attention import HANDLE, NAME
+from kvpager.hf.eager import eager
 from kvpager.hf.shape import architecture, kv_shape
 from kvpager.hf.step import BoolArray, Step, taken_back
 from kvpager.stats import PagerStats
@@ -39,11 +39,15 @@ class PagerCache(Cache):
     model_config  the model's configuration (``model.config``), which gives the shape of its keys and values
     pager_config  how the pager works; None for the defaults (exact, 256 MiB of frames)
     dtype         how pages are held; None takes the model's own
-    pager         a pager to share between caches; the cache then doesn't shut it down
+    pager         a pager to share between caches of one model, whose forwards take turns; the cache then doesn't
+                  shut it down
 
     Each row of the batch is one sequence of the pager, in order (`sequences`). The pager holds a row's real tokens
     alone; transformers counts padded columns, and `get_seq_length` and `get_mask_sizes` report those, also in layers
     with a sliding window. A forward is one step: what it stored counts once its last layer has attended.
+
+    A cache belongs to one thread, as its pager does. Where ``generate()`` runs in a thread of its own (with a
+    TextIteratorStreamer, say), that thread first calls ``cache.pager.adopt()``, and so does the next one to use it.
 
     Raises UnsupportedModel for an architecture that can't be paged, and ConfigError for a pager of another shape.
     """
@@ -75,6 +79,7 @@ class PagerCache(Cache):
 
     # One forward: update() by each layer, then the attention function, which calls advance() or abandon().
 
+    @eager
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,16 +148,14 @@ class PagerCache(Cache):
         counts = taken_back(real, self._real)
         if counts is None:
             return
-        for sequence, count in zip(self.sequences, counts, strict=True):
-            if count:
-                self.pager.crop(sequence, sequence.length - count)
+        self._remove(counts)
         self._real = real.copy()
 
     def abandon(self) -> None:
         """Roll back a forward that did not complete; does nothing without one."""
         step, self._step = self._step, None
-        if step is not None and step.begun:
-            self.pager.rollback()
+        if step is not None:
+            step.undo()
 
     # What transformers asks about the cache
 
@@ -235,12 +238,17 @@ class PagerCache(Cache):
         keep = self._columns if amount == 0 else amount if amount > 0 else max(0, self._columns + amount)
         if keep >= self._columns:
             return
-        for row, sequence in enumerate(self.sequences):
-            removed = self._columns - keep if self._real is None else int(self._real[row, keep:].sum())
-            if removed:
-                self.pager.crop(sequence, sequence.length - removed)
+        if self._real is None:
+            self._remove([self._columns - keep] * len(self.sequences))
+        else:
+            self._remove(self._real[:, keep:].sum(axis=1).tolist())
+            self._real = _all_real_as_none(self._real[:, :keep].copy())
         self._columns = keep
-        self._real = None if self._real is None else _all_real_as_none(self._real[:, :keep].copy())
+
+    def _remove(self, counts: list[int]) -> None:
+        """Take so many last tokens from each row: from all of them or, where one can't be cropped, from none."""
+        lengths = [sequence.length - count for sequence, count in zip(self.sequences, counts, strict=True)]
+        self.pager.crop_all(self.sequences, lengths)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was: sequences used again are forked, those not used are closed."""
@@ -271,7 +279,7 @@ class PagerCache(Cache):
                 else:
                     kept.add(row)
                     chosen.append(self.sequences[row])
-        except KVPagerError:
+        except BaseException:
             for sequence in forks:
                 self.pager.close(sequence)
             raise
@@ -298,7 +306,7 @@ class PagerCache(Cache):
         try:
             for sequence in self.sequences:
                 other.sequences.append(self.pager.fork(sequence))
-        except KVPagerError:
+        except BaseException:
             other.reset()
             raise
         return other
@@ -332,7 +340,7 @@ class PagerCache(Cache):
             for sequence, count in zip(self.sequences, found, strict=True):
                 if sequence.length > count:
                     self.pager.crop(sequence, count)
-        except KVPagerError:
+        except BaseException:
             self.reset()
             raise
         self._columns = shared

@@ -9,10 +9,12 @@ import torch
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvpager.errors import InputError
+from kvpager.hf.eager import eager
 
 __all__ = ["pager_mask"]
 
 
+@eager
 def pager_mask(
     batch_size: int,
     q_length: int,

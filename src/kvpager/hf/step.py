@@ -11,7 +11,7 @@ import torch
 
 from kvpager.core.pager import Pager
 from kvpager.core.sequence import Sequence
-from kvpager.errors import InputError
+from kvpager.errors import InputError, StepError
 from kvpager.ports import FloatArray
 
 if TYPE_CHECKING:
@@ -118,10 +118,9 @@ class Step:
 
     layer     the layer whose keys and values came last
     pending   they came, and the attention function has not taken them yet
-    begun     the pager's step is open
     """
 
-    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_pager", "_real", "_rows", "begun", "layer", "pending")
+    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_mark", "_pager", "_real", "_rows", "layer", "pending")
 
     def __init__(self, cache: PagerCache, batch: int, columns: int) -> None:
         self._cache, self._pager = cache, cache.pager
@@ -130,7 +129,8 @@ class Step:
         self._real: BoolArray | None = None
         self._alone = False
         self.layer = 0
-        self.pending = self.begun = False
+        self.pending = False
+        self._mark: object | None = None  # the pager's step, while it is open
 
     @property
     def pager(self) -> Pager:
@@ -155,6 +155,8 @@ class Step:
         try:
             if self.layer == 0:
                 self._begin(mask)
+            elif self._mark is not None and self._mark is not self._pager.step:
+                raise StepError("the pager was used elsewhere in the middle of this forward, which is undone")
             elif mask is not None and mask.ndim != 2:
                 raise InputError(f"attention_mask: layer {self.layer} got a mask of {mask.ndim} dimensions, not 2")
             output = self._alone_attend if self._alone else self._rows_attend
@@ -176,13 +178,18 @@ class Step:
         self._alone = self._batch == 1 and len(self._rows) == 1 and self._rows[0].where is None
         if self._rows:
             self._pager.begin([row.sequence for row in self._rows], [row.count for row in self._rows])
-            self.begun = True
+            self._mark = self._pager.step
 
     def _commit(self) -> None:
-        if self.begun:
+        if self._mark is not None:
             self._pager.commit()
-            self.begun = False
+            self._mark = None
         self._cache.advance(self._columns, self._real)
+
+    def undo(self) -> None:
+        """Roll back what this forward has stored, if anything and if nobody else has done so."""
+        if self._mark is not None and self._mark is self._pager.step:
+            self._pager.rollback()
 
     def _alone_attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None
