@@ -11,7 +11,7 @@ from tests.small_llm import save_folder
 import kvpager.hf
 from kvpager.config import PagerConfig
 from kvpager.errors import ConfigError, InputError
-from kvpager.evaluation.echo import EchoTask, discard_frames, echo_full, echo_run
+from kvpager.evaluation.echo import EchoTask, echo_full, echo_run, frames_for
 from kvpager.hf import PagerCache
 from kvpager.models import LoadedModel, load
 
@@ -116,7 +116,7 @@ def test_the_figures_do_not_depend_on_the_pool(loaded: LoadedModel) -> None:
 def test_discarding_fits_the_frames_it_is_given(loaded: LoadedModel) -> None:
     full = echo_full(loaded.model, TASK, chunk=64)
     with PagerCache(loaded.model.config) as cache:
-        frames = discard_frames(64, 32, 16, 64, cache.pager.shape)
+        frames = frames_for(64, 32, 16, 64, cache.pager.shape)
     config = PagerConfig(mode="discard", budget=64, tile=32, pool=frames)
     with PagerCache(loaded.model.config, config) as cache:
         run = echo_run(loaded.model, cache, TASK, full, chunk=64)
@@ -143,7 +143,7 @@ def test_the_default_model_still_reads_the_passage_after_eviction(tmp_path: Path
     with PagerCache(real.model.config, PagerConfig(budget=192, swap=tmp_path / "swap")) as cache:
         run = echo_run(real.model, cache, task, full, chunk=256)
     shape = cache.pager.shape
-    lossy = PagerConfig(mode="discard", budget=192, pool=discard_frames(192, 64, 16, 256, shape))
+    lossy = PagerConfig(mode="discard", budget=192, pool=frames_for(192, 64, 16, 256, shape))
     with PagerCache(real.model.config, lossy) as cache:
         forgot = echo_run(real.model, cache, task, full, chunk=256)
     assert abs(run.second_loss - full.second_loss) < 0.1

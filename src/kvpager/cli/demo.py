@@ -170,12 +170,12 @@ def _columns(args: argparse.Namespace, loaded: LoadedModel, task: CodesTask, sta
 def _largest_discard(loaded: LoadedModel, options: PagerOptions, held: int) -> PagerOptions:
     """The same options with the largest budget that the memory can hold: digests cost permanent eviction nothing."""
     from kvpager import build
-    from kvpager.evaluation.echo import discard_frames
+    from kvpager.evaluation.echo import frames_for
 
     budget = 16 * 4  # the least that a budget can be
     with build.make_cache(loaded, replace(options, budget=budget), tokens=held) as cache:
         frames, shape = cache.stats().frames, cache.pager.shape
-    while discard_frames(budget + 16, options.tile, options.page_size, CHUNK, shape) <= frames:
+    while frames_for(budget + 16, options.tile, options.page_size, CHUNK, shape) <= frames:
         budget += 16
     return replace(options, budget=budget)
 

@@ -28,8 +28,8 @@ examples:
 
 The passage is read, then other text, then the passage again. Loss of the second reading tells whether the past is
 still there. KL and top-1 are over all positions after the first passage. Recalls depend on --chunk: within one
-forward all tiles pass through a layer before the next layer. In mode discard the pool is as large as the budget
-needs, unless --mode discard comes with --pool or --memory.
+forward all tiles pass through a layer before the next layer. Without --pool and --memory, and for every discard:POLICY
+of --compare, the pool is as large as the budget needs.
 """
 MIB = 2**20
 DEFAULT_COMPARISONS = "discard:attention,discard:h2o,discard:streaming"
@@ -174,19 +174,15 @@ def measure(
 ) -> EchoRun:
     """One run of the task."""
     from kvpager import build
-    from kvpager.evaluation.echo import discard_frames, echo_run
+    from kvpager.evaluation.echo import echo_run, frames_for
     from kvpager.hf import kv_shape
 
     options = replace(one.options, budget=budget)
-    if options.mode == "discard" and options.pool is None and options.memory is None:
-        shape = kv_shape(loaded.model.config, loaded.dtype)
-        frames = discard_frames(budget, options.tile, options.page_size, args.chunk, shape)
-        options = replace(
-            options, pool=str(min(frames, build.full_frames(len(task.token_ids), shape, options.page_size)))
-        )
-    elif options.pool is None and options.memory is None:
-        options = replace(options, pool="25%")
     tokens = len(task.token_ids)
+    if options.pool is None and options.memory is None:
+        shape = kv_shape(loaded.model.config, loaded.dtype)
+        frames = frames_for(budget, options.tile, options.page_size, args.chunk, shape)
+        options = replace(options, pool=str(min(frames, build.full_frames(tokens, shape, options.page_size))))
     with (
         build.make_cache(loaded, options, tokens=tokens) as cache,
         progress(f"{one.name}, budget {budget}", tokens) as advance,

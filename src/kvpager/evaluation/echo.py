@@ -24,7 +24,7 @@ from kvpager.evaluation.forward import attention, chunk_bounds, forward, full_ca
 from kvpager.hf import PagerCache
 from kvpager.stats import PagerStats
 
-__all__ = ["EchoFull", "EchoRun", "EchoTask", "discard_frames", "echo_full", "echo_run"]
+__all__ = ["EchoFull", "EchoRun", "EchoTask", "echo_full", "echo_run", "frames_for"]
 
 Progress = Callable[[int], None]
 
@@ -134,8 +134,8 @@ def _places(passage: int, between: int, spare: int, seed: int) -> tuple[int, int
     return late + between, early
 
 
-def discard_frames(budget: int, tile: int, page_size: int, chunk: int, shape: KVShape) -> int:
-    """Frames that a discarding run needs: budget, tile and open block, and one layer's chunk on top."""
+def frames_for(budget: int, tile: int, page_size: int, chunk: int, shape: KVShape) -> int:
+    """Frames that hold a budget, a tile, the open block, and one layer's chunk on top: the least for mode discard."""
     in_tile = -(-tile // page_size)
     incoming = max(-(-chunk // page_size), in_tile + 1)
     return ((budget // page_size + in_tile + 1) * shape.layers + incoming) * shape.kv_heads
