@@ -34,7 +34,7 @@ def test_a_pool_that_is_none_of_these_is_refused_by_its_value(text: str) -> None
 @pytest.mark.promise(6)
 @pytest.mark.parametrize("pool", ["1", "10", "1%", "64KiB"])
 def test_a_pool_below_the_minimum_is_refused_with_the_number_needed(pool: str) -> None:
-    least = least_frames(PagerConfig(), SHAPE)
+    least = least_frames(PagerConfig(), SHAPE, TOKENS)
     with pytest.raises(ConfigError, match=rf"pool: {pool} gives \d+ frames, .* at least {least} "):
         pager_config(PagerOptions(pool=pool, swap="memory"), TOKENS, SHAPE)
     pager_config(PagerOptions(pool=str(least), swap="memory"), TOKENS, SHAPE)
@@ -48,7 +48,7 @@ def test_pool_and_memory_together_are_refused() -> None:
 def test_the_default_pool_is_the_requests_full_kv_and_at_most_256_mib() -> None:
     options = PagerOptions(swap="memory")
     assert pager_config(options, TOKENS, SHAPE).pool == 2000
-    assert pager_config(options, 10, SHAPE).pool == least_frames(PagerConfig(), SHAPE)
+    assert pager_config(options, 10, SHAPE).pool == least_frames(PagerConfig(), SHAPE, 10)
     assert pager_config(options, 10**7, SHAPE).pool == 256 * 2**20 // PAGE
 
 

@@ -116,11 +116,11 @@ def pager_config(options: PagerOptions, tokens: int, shape: KVShape) -> PagerCon
         raise ConfigError("memory: give either --memory or --pool, not both")
     config = options.settings(tokens)
     page_bytes = shape.page_bytes(options.page_size)
-    least = least_frames(config, shape)
+    least = least_frames(config, shape, tokens)
     whole = max(full_frames(tokens, shape, options.page_size), least)
     if options.pool is not None:
         frames = pool_frames(options.pool, tokens, shape, options.page_size)
-        require_frames(f"pool: {options.pool}", frames, config, shape)
+        require_frames(f"pool: {options.pool}", frames, least, shape.page_bytes(options.page_size))
         return replace(config, pool=frames)
     if options.memory is not None and parse_size(options.memory, "memory") < MEMORY_SHARE * whole * page_bytes:
         return replace(config, memory=options.memory)
@@ -130,20 +130,19 @@ def pager_config(options: PagerOptions, tokens: int, shape: KVShape) -> PagerCon
     return replace(config, pool=min(whole, limit))
 
 
-def least_frames(config: PagerConfig, shape: KVShape) -> int:
-    """The smallest pool, in frames, that a pager of this configuration can work with."""
+def least_frames(config: PagerConfig, shape: KVShape, tokens: int) -> int:
+    """The smallest pool, in frames, with which a pager of this configuration can serve one request of `tokens`."""
     from kvpager.core.pager import Pager
 
     with Pager(shape, replace(config, pool=1, memory=None, max_tokens=None, swap="memory")) as pager:
-        return pager.minimum_frames()
+        return pager.minimum_frames(tokens=tokens)
 
 
-def require_frames(what: str, frames: int, config: PagerConfig, shape: KVShape) -> None:
-    """Raise ConfigError, with the number needed, when `frames` are too few; `what` names the setting."""
-    least, page_bytes = least_frames(config, shape), shape.page_bytes(config.page_size)
+def require_frames(what: str, frames: int, least: int, page_bytes: int) -> None:
+    """Raise ConfigError, with the number needed, when `frames` are fewer than `least`; `what` names the setting."""
     if frames < least:
         raise ConfigError(
-            f"{what} gives {frames} frames, but this model and page size need at least {least} "
+            f"{what} gives {frames} frames, but this model and request need at least {least} "
             f"({least * page_bytes / 2**20:.2f} MiB of frames)"
         )
 
@@ -207,7 +206,8 @@ def make_cache(model: LoadedModel, options: PagerOptions, tokens: int) -> PagerC
         _make_folder(config.swap)
     cache = PagerCache(model.model.config, config, dtype=model.dtype)
     try:
-        require_frames(f"memory: {options.memory}", cache.stats().frames, config, shape)
+        least = cache.pager.minimum_frames(tokens=tokens)
+        require_frames(f"memory: {options.memory}", cache.stats().frames, least, shape.page_bytes(config.page_size))
     except ConfigError:
         cache.close()
         raise

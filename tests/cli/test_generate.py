@@ -190,9 +190,9 @@ def test_an_answer_ends_where_the_context_does(model: str, capsys: pytest.Captur
 def test_a_pool_below_the_minimum_is_bad_usage_with_the_number_needed(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (["--pool", "1%"], ["--memory", "100KiB"]):
+    for arguments in (["--pool", "1%"], ["--memory", "20KiB"]):
         assert main(["generate", PROMPT, "--raw", "--model", model, *arguments]) == 2
-        assert "need at least 72 (" in capsys.readouterr().err
+        assert "need at least 24 (" in capsys.readouterr().err
 
 
 def test_sampling_repeats_with_its_seed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +236,7 @@ def test_the_default_model_answers_a_question(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    got = figures(capsys, ["What is the capital of France?", "--max-tokens", "20", "--pool", "244"])
+    got = figures(capsys, ["What is the capital of France?", "--max-tokens", "20", "--pool", "300"])
     assert "Paris" in got["text"]
     assert got["finish_reason"] == "stop"
     assert got["full_kv_bytes"] >= 23040 * got["prompt_tokens"]

@@ -226,6 +226,8 @@ def test_settings_that_contradict():
         PagerConfig(mode="discard")
     with pytest.raises(ConfigError, match="leave no room"):
         Pager(SMALL, PagerConfig(memory="1KiB", max_tokens=10_000))
+    with pytest.raises(ConfigError, match="leave no room"):
+        Pager(SMALL, PagerConfig(memory="1GiB", max_tokens=2**40))
     with pytest.raises(ConfigError, match="less than one page"):
         Pager(SMALL, PagerConfig(pool="10B"))
     with pytest.raises(ConfigError, match="expected a KVShape, got dict"):

@@ -157,7 +157,9 @@ def chunk_size(pager: Pager) -> int:
     most = -(-PREFILL_CHUNK // config.tile) * config.tile
     if config.mode == "recall":
         return most
-    spare = pager.stats().frames - pager.minimum_frames()  # the minimum is for one tile; more takes one layer's pages
+    spare = max(
+        0, pager.stats().frames - pager.minimum_frames()
+    )  # the minimum is for one tile; more takes one layer's pages
     return min(most, config.tile * (1 + spare * config.page_size // (pager.shape.kv_heads * config.tile)))
 
 

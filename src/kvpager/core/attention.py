@@ -147,7 +147,7 @@ class Attender:
         page_mass[heads, blocks] = mass.mean(axis=(1, 2))
         if self.observers:
             came = np.stack([heads[attended.recalled], blocks[attended.recalled]], axis=1)
-            event = TileEvent(sequence, layer, query.start, tile.stop, own | past, came, page_mass)
+            event = TileEvent(sequence, layer, query.start, tile.stop, own | past, came, page_mass.copy())
             for observer in self.observers:
                 observer(event)
         return output, page_mass

@@ -28,7 +28,7 @@ class KeyMaker:
     """Makes chain keys for one pager: `namespace` and `exact` or `approximate` say what the bytes depend on."""
 
     def __init__(self, namespace: str, approximate: str) -> None:
-        self._namespace = namespace.encode()
+        self._namespace = namespace.encode("utf-8", "surrogatepass")
         self._numerics = {False: b"exact", True: b"approximate:" + approximate.encode()}
 
     def key(self, parent: bytes, tokens: bytes, approximate: bool) -> bytes:

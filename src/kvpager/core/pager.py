@@ -296,18 +296,20 @@ class Pager:
         """Pages that one partial attention covers: the setting, or what was chosen for the shape."""
         return self._state.group_pages
 
-    def minimum_frames(self, sequences: int = 1) -> int:
-        """The smallest pool, in frames, for that many sequences at any length and any count of tokens a step.
+    def minimum_frames(self, sequences: int = 1, tokens: int | None = None) -> int:
+        """The smallest pool, in frames, for that many sequences of at most `tokens` tokens each (None: any length).
 
         Recall: for each sequence two blocks' pages (the open one, and the one that a step opens), and one group.
         Discard: what the budget, the tile and the open block hold for each sequence; a step's new tokens come on top.
         """
         whole("sequences", sequences, 1, 2**31 - 1)
-        config, pages = self.config, self.shape.layers * self.shape.kv_heads
+        config, heads = self.config, self.shape.kv_heads
+        pages = self.shape.layers * heads
+        most = 2**31 if tokens is None else -(-whole("tokens", tokens, 1, 2**40) // config.page_size)
         if config.mode == "recall":
-            return sequences * 2 * pages + max(self.group_pages, self.shape.kv_heads)
-        blocks = (config.budget_pages or 0) + -(-config.tile // config.page_size) + 1
-        return sequences * (blocks * pages + (-(-config.tile // config.page_size) + 1) * self.shape.kv_heads)
+            return sequences * min(2, most) * pages + self._state.group_frames(most)
+        tile = -(-config.tile // config.page_size) + 1
+        return sequences * (min(most, (config.budget_pages or 0) + tile) * pages + min(most, tile) * heads)
 
     @owned
     def stats(self) -> PagerStats:

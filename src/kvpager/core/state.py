@@ -22,6 +22,7 @@ __all__ = ["State", "approximate_settings"]
 
 DEFAULT_POOL = 256 * 2**20
 SLOT_BOOKS = 9  # bytes of swap's own books a slot: checksum, free list, a flag
+PAGE_TABLE_BYTES = 8  # bytes of the page table a page: frame and slot
 FRAME_BOOKS = 10  # bytes of the pool's own books a frame: owner, free stack, two flags
 
 
@@ -38,6 +39,7 @@ class State:
 
     def __init__(self, shape: KVShape, config: PagerConfig, kernel: Kernel, swap: Swap | None) -> None:
         self.shape, self.config = shape, config
+        self.page_bytes = shape.page_bytes(config.page_size)
         # from the shape alone: a group that depended on the pool would let the pool's size change the arithmetic
         self.group_pages = config.group_pages or min(256, max(8, 4 * shape.layers * shape.kv_heads))
         selects = config.budget is not None and config.mode == "recall"
@@ -55,10 +57,12 @@ class State:
         self.blocks = Blocks(keys, config.page_size, config.prefix_tokens, self._release)
         if config.max_tokens is not None:
             # one row more: a block that is copied while its original is still held
-            self.grow(-(-config.max_tokens // config.page_size) + 1)
+            rows = -(-config.max_tokens // config.page_size) + 1
             if config.memory is not None:
-                self.blocks.most_rows = self.table.rows
-        self.page_bytes = shape.page_bytes(config.page_size)
+                # before tables of that size are allocated in vain
+                self._check_room(parse_size(config.memory), rows * shape.layers * shape.kv_heads * PAGE_TABLE_BYTES)
+                self.blocks.most_rows = rows
+            self.grow(rows)
         self.pool = FramePool(self._frames())
         if swap is None and config.mode == "recall":
             swap = open_swap(config.swap, self.page_bytes, parse_size(config.swap_limit, "swap_limit"))
@@ -104,6 +108,11 @@ class State:
         if self.digest is not None:
             self.digest.grow(rows)
 
+    def group_frames(self, blocks: int) -> int:
+        """The most frames that one group of pages can need when the longest sequence has so many blocks."""
+        heads = self.shape.kv_heads
+        return min(max(self.group_pages, heads), blocks * heads)
+
     def fit(self) -> None:
         """Have room for all rows that were handed out."""
         if self.blocks.rows > self.table.rows:
@@ -125,13 +134,17 @@ class State:
         if config.mode == "recall":
             growing += SLOT_BOOKS * (self.table.frame.size * 9 // 8 + SLAB_BYTES // self.page_bytes)
         memory = parse_size(config.memory, "memory")
-        frames = (memory - fixed - growing) // (self.page_bytes + FRAME_BOOKS)
-        if frames < 1:
+        left = self._check_room(memory, fixed + growing)
+        return left // (self.page_bytes + FRAME_BOOKS)
+
+    def _check_room(self, memory: int, taken: int) -> int:
+        """What digests and tables leave of `memory` for pages, in bytes; ConfigError when that is not one page."""
+        if memory - taken < self.page_bytes + FRAME_BOOKS:
             raise ConfigError(
-                f"memory: {memory} bytes leave no room for pages: digests and tables of {config.max_tokens} tokens "
-                f"take {fixed + growing} bytes"
+                f"memory: {memory} bytes leave no room for pages: digests and tables of {self.config.max_tokens} "
+                f"tokens take at least {taken} bytes"
             )
-        return int(frames)
+        return memory - taken
 
     def _release(self, row: int) -> None:
         self.residency.release(row)

@@ -24,7 +24,7 @@ def frames_needed(state: State, growth: dict[int, int]) -> int:
     """
     config, shape = state.config, state.shape
     size, block = config.page_size, shape.layers * shape.kv_heads
-    needed = 0
+    needed = longest = 0
     for sequence in state.sequences.values():
         more = growth.get(sequence.id, 0)
         total = -(-(sequence.length + more) // size)
@@ -33,10 +33,11 @@ def frames_needed(state: State, growth: dict[int, int]) -> int:
             kept = min(total, config.budget_pages + -(-config.tile // size) + 1)
             needed += kept * block + -(-more // size) * shape.kv_heads
         else:
+            longest = max(longest, total)
             open_now = sequence.length % size > 0
             opens = more > 0 and sequence.length % size + more > (size if open_now else 0)
             needed += (open_now + opens) * block
-    return needed if config.mode == "discard" else needed + max(state.group_pages, shape.kv_heads)
+    return needed + state.group_frames(longest)
 
 
 def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, list[int]], layer: int | None) -> Step:
