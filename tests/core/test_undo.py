@@ -249,3 +249,25 @@ def test_a_shutdown_in_the_middle_of_a_step_leaves_nothing_to_undo():
     assert sequence.closed
     with pytest.raises(StepError, match="no step is open"):
         pager.commit()
+
+
+def test_what_observers_and_callers_do_with_arrays_changes_nothing():
+    rig = Rig()
+    sequence = rig.open()
+    rig.feed([sequence], [40])
+    pager, queries = rig.pager, random(4, 40)
+    expected = pager.attend(sequence, 0, queries)
+
+    def scribble(event):
+        event.page_mass[:] = 9
+        event.selected[:] = False
+
+    pager.observers[:] = [scribble]
+    again = pager.attend(sequence, 0, queries)
+    np.testing.assert_array_equal(again.output, expected.output)
+    np.testing.assert_array_equal(again.page_mass, expected.page_mass)
+    again.output[:], again.page_mass[:], queries[:] = 7, 7, 7
+    for held in (*pager.read(sequence, 0), pager.page_table(sequence)):
+        held[:] = 5
+    rig.check_reads(sequence)
+    pager.check()

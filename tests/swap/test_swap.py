@@ -258,6 +258,12 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         FileSwap(tmp_path / "no-such-folder" / "x.swap", 64, 640)
 
 
+@pytest.mark.parametrize("path", ["a\0b", "~no-such-user-here/swap"])
+def test_a_path_that_is_none_is_named(path: str) -> None:
+    with pytest.raises(SwapError, match="can't be made"):
+        FileSwap(path, 64, 2**20)
+
+
 def test_two_swaps_share_a_folder(tmp_path: Path) -> None:
     one, two = FileSwap(tmp_path, 64, 640), FileSwap(tmp_path, 64, 640)
     slots = one.write(some_pages(2)), two.write(some_pages(2, seed=1))

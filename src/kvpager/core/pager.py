@@ -80,7 +80,8 @@ class Pager:
 
         With `token_ids` (the prompt), full blocks that are already held for its beginning are shared, at
         least the last token being left to compute: `length` says how many tokens were found. The rest of
-        the prompt becomes findable as its steps are committed.
+        the prompt becomes findable as its steps are committed. Raises PoolExhausted when what was found would
+        pass `max_tokens`.
         """
         self._check_up()
         tokens = None if token_ids is None else token_list("token_ids", token_ids)

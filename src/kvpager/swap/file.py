@@ -38,7 +38,7 @@ class FileSwap(SlabSwap):
 
     def __init__(self, path: str | Path, page_bytes: int, limit_bytes: int) -> None:
         super().__init__(page_bytes, limit_bytes, granularity=mmap.ALLOCATIONGRANULARITY)
-        self.path, self._fd = _create(Path(path).expanduser())
+        self.path, self._fd = _create(path)
         self._maps: list[mmap.mmap] = []
         named: str | None = str(self.path)
         with contextlib.suppress(OSError):
@@ -87,9 +87,11 @@ class FileSwap(SlabSwap):
         return np.frombuffer(mapped, np.uint8).reshape(slots, self.page_bytes)
 
 
-def _create(path: Path) -> tuple[Path, int]:
+def _create(place: str | Path) -> tuple[Path, int]:
     """Make the file, or one inside the folder; returns its path and descriptor."""
+    path = Path(place)
     try:
+        path = path.expanduser()
         if path.is_dir():
             fd, name = tempfile.mkstemp(prefix="kvpager-", suffix=".swap", dir=path)
             return Path(name), fd
@@ -98,6 +100,8 @@ def _create(path: Path) -> tuple[Path, int]:
         raise SwapError(f"swap file {path} exists already; give a path that does not exist, or a folder") from error
     except OSError as error:
         raise SwapError(f"swap file {path} can't be made: {error.strerror}") from error
+    except (RuntimeError, ValueError) as error:  # an unknown user's home, a zero byte in the name
+        raise SwapError(f"swap file {str(path)!r} can't be made: {error}") from error
 
 
 def _reserve(fd: int, offset: int, length: int) -> None:
