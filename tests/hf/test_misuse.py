@@ -106,3 +106,22 @@ def test_a_thread_that_adopts_the_pager_may_generate() -> None:
             cache.crop(3)
         cache.pager.adopt()
     assert texts == [own.generate(IDS, max_new_tokens=5, do_sample=False)[0].tolist()]
+
+
+@pytest.mark.promise(6)
+def test_a_mask_that_reuse_was_not_given_is_refused() -> None:
+    model, own = tiny.pair("llama")
+    ids, mask = tiny.padded([tiny.tokens(44, 1), tiny.tokens(64, 2)])
+    with paged(model, PagerConfig(group_pages=4, prefix_tokens=1000), rows=2) as cache:
+        cache.reuse(ids)
+        with pytest.raises(InputError, match=r"differs from the one that reuse\(\) was given"):
+            model(ids, cache=cache, attention_mask=mask)
+        assert cache.get_seq_length() == 0
+        for _ in range(2):
+            cache.reset()
+            found = min(cache.reuse(ids, mask))
+            past = cache.get_seq_length()
+            logits = model(ids[:, past:], cache=cache, attention_mask=mask).logits
+            torch.testing.assert_close(logits[1], own_logits(own, ids[1:])[0, past:], atol=1e-4, rtol=0)
+            model(ids[:, :3], cache=cache, attention_mask=torch.nn.functional.pad(mask, (0, 3), value=1))
+        assert found > 0

@@ -26,7 +26,7 @@ from kvpager.errors import (
 from kvpager.hf.attention import HANDLE, NAME
 from kvpager.hf.eager import eager
 from kvpager.hf.shape import architecture, kv_shape
-from kvpager.hf.step import BoolArray, Step, taken_back
+from kvpager.hf.step import BoolArray, Step, columns_of, taken_back
 from kvpager.stats import PagerStats
 
 __all__ = ["PagerCache"]
@@ -75,6 +75,7 @@ class PagerCache(Cache):
         self._name = architecture(model_config)
         self._columns = 0
         self._real: BoolArray | None = None  # which columns hold tokens, [rows, columns]; None: all
+        self._promised: BoolArray | None = None  # as `_real`, for the columns of the prompts that reuse() was given
         self._step: Step | None = None
 
     # One forward: update() by each layer, then the attention function, which calls advance() or abandon().
@@ -142,6 +143,15 @@ class PagerCache(Cache):
         self._columns += columns
         self._real = real
         self._step = None
+
+    def check_promise(self, real: BoolArray | None, columns: int) -> None:
+        """Raise InputError when `columns` new columns don't hold the tokens that reuse() named blocks by."""
+        if self._promised is not None:
+            new = slice(self._columns, self._columns + columns)
+            promised = self._promised[:, new]
+            found = np.ones_like(promised) if real is None else real[:, new][:, : promised.shape[1]]
+            if not np.array_equal(found, promised):
+                raise InputError("attention_mask: it differs from the one that reuse() was given for these columns")
 
     def take_back(self, real: BoolArray) -> None:
         """Drop the last tokens of rows whose mask now calls them padding; `real` is that of all past columns."""
@@ -223,7 +233,7 @@ class PagerCache(Cache):
         """Close every sequence: the cache is empty again, for a batch of any size."""
         self.abandon()
         sequences, self.sequences = self.sequences, []
-        self._columns, self._real = 0, None
+        self._columns, self._real, self._promised = 0, None, None
         for sequence in sequences:
             if not sequence.closed:  # the pager closes one itself when it can't be put back (mode "discard")
                 self.pager.close(sequence)
@@ -244,6 +254,7 @@ class PagerCache(Cache):
             self._remove(self._real[:, keep:].sum(axis=1).tolist())
             self._real = _all_real_as_none(self._real[:, :keep].copy())
         self._columns = keep
+        self._promised = None if self._promised is None else self._promised[:, :keep]
 
     def _remove(self, counts: list[int]) -> None:
         """Take so many last tokens from each row: from all of them or, where one can't be cropped, from none."""
@@ -287,6 +298,8 @@ class PagerCache(Cache):
         self.sequences = chosen
         if self._real is not None:
             self._real = _all_real_as_none(self._real[rows])
+        if self._promised is not None:
+            self._promised = self._promised[rows]
         for sequence in closed:
             self.pager.close(sequence)
 
@@ -335,7 +348,7 @@ class PagerCache(Cache):
         try:
             for row, tokens in enumerate(ids):
                 self.sequences.append(self.pager.open(tokens[real[row]].tolist() or None))
-            shared = min(_columns_of(real[row], sequence.length) for row, sequence in enumerate(self.sequences))
+            shared = min(columns_of(real[row], sequence.length) for row, sequence in enumerate(self.sequences))
             found = [int(count) for count in real[:, :shared].sum(axis=1)]
             for sequence, count in zip(self.sequences, found, strict=True):
                 if sequence.length > count:
@@ -345,6 +358,7 @@ class PagerCache(Cache):
             raise
         self._columns = shared
         self._real = _all_real_as_none(real[:, :shared].copy())
+        self._promised = real.copy()  # a view of the caller's mask may change
         return found
 
     def stats(self) -> PagerStats:
@@ -368,12 +382,6 @@ class PagerCache(Cache):
 
 def _all_real_as_none(real: BoolArray) -> BoolArray | None:
     return None if real.all() else real
-
-
-def _columns_of(real: BoolArray, tokens: int) -> int:
-    """How many leading columns of a row hold its first `tokens` tokens, and no token more."""
-    columns = np.flatnonzero(real)
-    return int(columns[tokens]) if tokens < len(columns) else len(real) - 1
 
 
 def _indices(indices: torch.Tensor | SequenceOf[int], rows: int, name: str) -> list[int]:

@@ -17,7 +17,7 @@ from kvpager.ports import FloatArray
 if TYPE_CHECKING:
     from kvpager.hf.cache import PagerCache
 
-__all__ = ["BoolArray", "Row", "Step", "columns_seen", "rows_of", "taken_back"]
+__all__ = ["BoolArray", "Row", "Step", "columns_of", "columns_seen", "rows_of", "taken_back"]
 
 BoolArray = npt.NDArray[np.bool_]
 # Which of a forward's columns are a row's real tokens: None for all of them.
@@ -84,6 +84,12 @@ def taken_back(now: BoolArray, before: BoolArray | None) -> list[int] | None:
         )
     counts: list[int] = hidden.sum(axis=1).tolist()
     return counts
+
+
+def columns_of(real: BoolArray, tokens: int) -> int:
+    """How many leading columns of a row hold its first `tokens` tokens, and no token more."""
+    columns = np.flatnonzero(real)
+    return int(columns[tokens]) if tokens < len(columns) else len(real) - 1
 
 
 def rows_of(sequences: SequenceOf[Sequence], real: BoolArray | None, new: int) -> list[Row]:
@@ -172,6 +178,7 @@ class Step:
         cache = self._cache
         past = cache.get_seq_length()
         self._real = columns_seen(mask, cache.real_columns, self._batch, past, self._columns)
+        cache.check_promise(self._real, self._columns)
         if self._real is not None and past:
             cache.take_back(self._real[:, :past])
         self._rows = rows_of(cache.sequences, self._real, self._columns)
