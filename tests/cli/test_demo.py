@@ -114,6 +114,7 @@ def test_the_map_joins_blocks_and_puts_two_layers_on_a_line() -> None:
     heat[2, 39] = 1
     text = demo_screen.map_text(heat, 10)
     assert [len(line) for line in text.plain.split("\n")] == [10, 10, 10]
+    assert len(demo_screen.map_text(heat, 10, lines=2).plain.split("\n")) == 2
     lit = [span for span in text.spans if "rgb(255,176,59)" in str(span.style)]
     assert len(lit) == 1
     assert text.plain[lit[0].start] == "▀"

@@ -19,6 +19,7 @@ from rich.text import Text
 __all__ = ["Scene", "Screen", "View", "map_text", "memory_table", "scores_table"]
 
 MIB = 2**20
+OTHER_LINES = 15  # of the screen, beside the map's own
 COLD, GLOW = (43, 47, 60), (255, 176, 59)
 
 
@@ -79,7 +80,7 @@ class Screen:
         for _ in scene.views:
             columns.add_column(ratio=1)
         columns.add_row(*(_panel(view, scene) for view in scene.views))
-        return Group(columns, _map_panel(scene, self.console.width))
+        return Group(columns, _map_panel(scene, self.console.width, self.console.height))
 
 
 def _panel(view: View, scene: Scene) -> Panel:
@@ -100,9 +101,9 @@ def _panel(view: View, scene: Scene) -> Panel:
     return Panel(body, title=title, border_style="rgb(90,98,120)", padding=(0, 1), height=9)
 
 
-def _map_panel(scene: Scene, width: int) -> Panel:
+def _map_panel(scene: Scene, width: int, height: int) -> Panel:
     columns = max(20, min(scene.heat.shape[1], width - 4))
-    parts: list[RenderableType] = [map_text(scene.heat, columns)]
+    parts: list[RenderableType] = [map_text(scene.heat, columns, max(3, height - OTHER_LINES))]
     end = Text("first block", style="dim")
     end.append(" " * max(1, columns - len("first block") - len("last block")))
     end.append("last block")
@@ -121,19 +122,20 @@ def _map_panel(scene: Scene, width: int) -> Panel:
     parts += [Text(note) for note in scene.notes]
     return Panel(
         Group(*parts),
-        title=Text("kvpager: pages called back from swap (across: blocks of 16 tokens, down: layers)", style="bold"),
+        title=Text("kvpager: pages called back (across: blocks, down: layers)", style="bold"),
         border_style="rgb(90,98,120)",
         padding=(0, 1),
     )
 
 
-def map_text(heat: npt.NDArray[np.float32], columns: int) -> Text:
-    """The map [layers, blocks] of values 0..1 as text: two layers a line, one column for one or more blocks."""
-    layers, blocks = heat.shape
-    columns = min(columns, blocks)
-    edges = np.linspace(0, blocks, columns + 1).astype(int)
-    cells = np.maximum.reduceat(heat, edges[:-1], axis=1)
-    if layers % 2:
+def map_text(heat: npt.NDArray[np.float32], columns: int, lines: int = 1000) -> Text:
+    """The map [layers, blocks] of values 0..1 as text of at most that many columns and lines.
+
+    A line shows two rows of cells; where there is less room than layers or blocks, neighbours share a cell.
+    """
+    cells = _pooled(_pooled(heat, columns, axis=1), 2 * lines, axis=0)
+    columns = cells.shape[1]
+    if len(cells) % 2:
         cells = np.vstack([cells, np.zeros((1, columns), np.float32)])
     text = Text(no_wrap=True)
     for top in range(0, len(cells), 2):
@@ -143,6 +145,13 @@ def map_text(heat: npt.NDArray[np.float32], columns: int) -> Text:
         if top + 2 < len(cells):
             text.append("\n")
     return text
+
+
+def _pooled(heat: npt.NDArray[np.float32], most: int, axis: int) -> npt.NDArray[np.float32]:
+    """The same with at most `most` entries along an axis: the largest of neighbours."""
+    size = heat.shape[axis]
+    edges = np.linspace(0, size, min(most, size) + 1).astype(int)
+    return np.maximum.reduceat(heat, edges[:-1], axis=axis)
 
 
 def _colour(value: Any) -> str:
