@@ -100,7 +100,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[tuple[str, int, int
             truth, own = true_mass(tile, keys[layer], size, pages)
             for kind, digest in digests.items():
                 for name, lse in ((kind, None), (f"{kind} own", own)):
-                    estimate = digest.estimate(0, rows[:pages], tile, rows[:pages] * size, lse)
+                    estimate = digest.shares(0, rows[:pages], tile, rows[:pages] * size, lse).sum(axis=2).T
                     for budget in options.budgets:
                         if pages * size > budget:
                             sums = found.setdefault((name, budget, length), Sums())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,11 @@ def units_and_features(kind: str, digest: Digest, keys: Floats) -> tuple[Floats,
     return np.concatenate(pair, -1).astype(np.float16).astype(np.float32)[:, :, None], True
 
 
+def estimate(digest: Digest, *arguments: Any) -> Floats:
+    """The digest's masses summed over the tile's queries and the group: [H, n]."""
+    return digest.shares(*arguments).sum(axis=2).T
+
+
 def slow_estimate(units: Floats, with_absolute: bool, tile: TileQuery, page_size: int, own: Floats | None) -> Floats:
     """The definition, one query and one unit at a time, in float64."""
     pages, heads, per_page, _ = units.shape
@@ -91,7 +97,7 @@ def test_estimate_equals_its_definition(kind: str, tokens: int) -> None:
     keys = random_keys(rng, 9, 16, 20)
     digest, tile = built(kind, keys), random_tile(rng, tokens, 20, start=144)
     units, absolute = units_and_features(kind, digest, keys)
-    got = digest.estimate(0, np.arange(9), tile, np.arange(9) * 16)
+    got = estimate(digest, 0, np.arange(9), tile, np.arange(9) * 16)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, slow_estimate(units, absolute, tile, 16, None), rtol=2e-4, atol=1e-6)
     np.testing.assert_allclose(got.sum(1), GROUP * tokens, rtol=1e-5)
@@ -107,7 +113,7 @@ def test_estimate_honours_window_softcap_and_the_tile_s_own_keys(kind: str, toke
     digest = built(kind, keys)
     units, absolute = units_and_features(kind, digest, keys)
     for given in (None, own):
-        got = digest.estimate(0, np.arange(6), tile, np.arange(6) * 16, given)
+        got = estimate(digest, 0, np.arange(6), tile, np.arange(6) * 16, given)
         np.testing.assert_allclose(got, slow_estimate(units, absolute, tile, 16, given), rtol=2e-4, atol=1e-6)
     assert (got[:, :2] == 0).all()  # positions up to 43 lie outside of every query's window
     assert (got[:, 2] > 0).all()
@@ -117,9 +123,9 @@ def test_queries_whose_window_hides_every_candidate_add_nothing() -> None:
     rng = np.random.default_rng(3)
     digest = built("2bit", random_keys(rng, 2, 16, 16))
     rows, starts = np.arange(2), np.arange(2) * 16
-    half = digest.estimate(0, rows, random_tile(rng, 32, 16, start=32, window=17), starts)
+    half = estimate(digest, 0, rows, random_tile(rng, 32, 16, start=32, window=17), starts)
     np.testing.assert_allclose(half.sum(1), GROUP * 16, rtol=1e-5)
-    assert (digest.estimate(0, rows, random_tile(rng, 4, 16, start=96, window=8), starts) == 0).all()
+    assert (estimate(digest, 0, rows, random_tile(rng, 4, 16, start=96, window=8), starts) == 0).all()
 
 
 @pytest.mark.parametrize("kind", DIGESTS)
@@ -131,7 +137,7 @@ def test_every_page_size_and_head_dim_works(kind: str, page_size: int, head_dim:
     tile = random_tile(rng, 2, head_dim, start=3 * page_size)
     digest = built(kind, keys)
     units, absolute = units_and_features(kind, digest, keys)
-    got = digest.estimate(0, np.arange(3), tile, np.arange(3) * page_size)
+    got = estimate(digest, 0, np.arange(3), tile, np.arange(3) * page_size)
     np.testing.assert_allclose(got, slow_estimate(units, absolute, tile, page_size, None), rtol=5e-4, atol=1e-5)
 
 
@@ -161,14 +167,14 @@ def test_constant_keys_are_held_without_loss_and_without_nan(value: float) -> No
 def test_boxes_of_keys_beyond_float16_stay_finite() -> None:
     keys = np.full((2, HEADS, 16, 16), 1e6, np.float32)
     tile = TileQuery(np.full((HEADS * GROUP, 1, 16), 1e-4, np.float32), 32, 1.0, None, None)
-    assert np.isfinite(built("minmax", keys).estimate(0, np.arange(2), tile, np.arange(2) * 16)).all()
+    assert np.isfinite(estimate(built("minmax", keys), 0, np.arange(2), tile, np.arange(2) * 16)).all()
 
 
 def test_very_large_scores_do_not_overflow() -> None:
     rng = np.random.default_rng(6)
     keys = random_keys(rng, 5, 16, 16) * 100
     tile = random_tile(rng, 3, 16, start=80)
-    got = built("2bit", keys).estimate(0, np.arange(5), tile, np.arange(5) * 16)
+    got = estimate(built("2bit", keys), 0, np.arange(5), tile, np.arange(5) * 16)
     np.testing.assert_allclose(got.sum(1), GROUP * 3, rtol=1e-5)
 
 
@@ -190,12 +196,12 @@ def test_growing_keeps_what_is_held_and_adds_at_least_an_eighth() -> None:
     rng = np.random.default_rng(7)
     keys = random_keys(rng, 80, 16, 16)
     digest, tile = built("2bit", keys), random_tile(rng, 1, 16, start=1280)
-    before = digest.estimate(0, np.arange(80), tile, np.arange(80) * 16)
+    before = estimate(digest, 0, np.arange(80), tile, np.arange(80) * 16)
     digest.grow(81)
     assert digest.capacity == 90
     digest.grow(50)
     assert digest.capacity == 90
-    np.testing.assert_array_equal(digest.estimate(0, np.arange(80), tile, np.arange(80) * 16), before)
+    np.testing.assert_array_equal(estimate(digest, 0, np.arange(80), tile, np.arange(80) * 16), before)
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
@@ -205,13 +211,13 @@ def test_estimate_does_not_depend_on_where_rows_lie(kind: str, tokens: int) -> N
     rng = np.random.default_rng(8)
     keys = random_keys(rng, 40, 16, 24)
     tile, starts = random_tile(rng, tokens, 24, start=640), np.arange(40) * 16
-    expected = built(kind, keys).estimate(0, np.arange(40), tile, starts)
+    expected = estimate(built(kind, keys), 0, np.arange(40), tile, starts)
     scattered = make_digest(kind, 2, HEADS, 24, 16)
     scattered.grow(100)
     rows = rng.permutation(100)[:40]
     for part in np.array_split(np.arange(40), 7):  # built in other batches, in another layer; the rest never
         scattered.build(1, rows[part], keys[part])
-    np.testing.assert_array_equal(scattered.estimate(1, rows, tile, starts), expected)
+    np.testing.assert_array_equal(estimate(scattered, 1, rows, tile, starts), expected)
 
 
 @pytest.mark.parametrize("kind", DIGESTS)
@@ -219,20 +225,20 @@ def test_slabs_change_only_rounding_and_bound_scratch(kind: str, monkeypatch: py
     rng = np.random.default_rng(9)
     keys = random_keys(rng, 77, 16, 16)
     tile, starts = random_tile(rng, 32, 16, start=77 * 16, window=900), np.arange(77) * 16
-    whole = built(kind, keys).estimate(0, np.arange(77), tile, starts)
+    whole = estimate(built(kind, keys), 0, np.arange(77), tile, starts)
     monkeypatch.setattr(digest_module, "SLAB_FLOATS", 1 << 12)
     digest = built(kind, keys)
-    np.testing.assert_allclose(digest.estimate(0, np.arange(77), tile, starts), whole, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(estimate(digest, 0, np.arange(77), tile, starts), whole, rtol=1e-4, atol=1e-6)
     small = digest.scratch_nbytes
     for _ in range(3):
-        digest.estimate(0, np.tile(np.arange(77), 4), tile, np.tile(starts, 4))
+        estimate(digest, 0, np.tile(np.arange(77), 4), tile, np.tile(starts, 4))
     assert digest.scratch_nbytes == small
 
 
 def test_no_candidates_give_no_mass() -> None:
     digest = make_digest("2bit", 1, HEADS, 16, 16)
     empty = np.zeros(0, np.int64)
-    assert digest.estimate(0, empty, random_tile(np.random.default_rng(0), 1, 16, 0), empty).shape == (HEADS, 0)
+    assert estimate(digest, 0, empty, random_tile(np.random.default_rng(0), 1, 16, 0), empty).shape == (HEADS, 0)
 
 
 def test_an_unknown_kind_is_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpager.core.selection import select
+from kvpager.core.selection import pull, select
 from kvpager.errors import InputError
 
 
@@ -24,7 +24,6 @@ def test_the_rest_goes_to_the_largest_estimates_of_any_head() -> None:
     selection = select(mass, 4, sinks=1, recent=1)
     np.testing.assert_array_equal(selection.chosen, np.array([[1, 0, 1, 1, 1, 1], [1, 0, 1, 0, 0, 1]], bool))
     assert selection.threshold == 3
-    assert selection.coverage == pytest.approx((9 + 8 + 7 + 6 + 9 + 3) / mass.sum())
 
 
 def test_it_is_the_best_choice_among_all_within_the_budget() -> None:
@@ -53,7 +52,7 @@ def test_all_candidates_are_in_when_the_budget_holds_them() -> None:
     mass = np.array([[0.0, 0.5, 0.25, 0.0]], np.float32)
     selection = select(mass, 9, sinks=1, recent=1)
     assert selection.chosen.all()
-    assert (selection.threshold, selection.coverage) == (0.25, 1.0)
+    assert selection.threshold == 0.25
 
 
 def test_candidates_that_start_later_have_no_sinks() -> None:
@@ -69,7 +68,6 @@ def test_fewer_candidates_than_protected_pages_are_all_in(candidates: int) -> No
     selection = select(np.zeros((2, candidates), np.float32), 4, sinks=1, recent=2)
     assert selection.chosen.shape == (2, candidates)
     assert selection.chosen.all()
-    assert selection.coverage == 1.0
 
 
 def test_the_threshold_stays_above_zero() -> None:
@@ -88,3 +86,13 @@ def test_the_estimate_is_not_changed() -> None:
     before = mass.copy()
     select(mass, 5, sinks=1, recent=2)
     np.testing.assert_array_equal(mass, before)
+
+
+def test_one_query_that_needs_a_page_outweighs_many_that_hardly_look_at_it() -> None:
+    shares = np.zeros((2, 1, 64), np.float32)
+    shares[0, 0] = 0.02  # 1.28 in sum
+    shares[1, 0, 5] = 0.9
+    drawn = pull(shares)
+    assert drawn.shape == (1, 2)
+    assert drawn[0, 1] > drawn[0, 0]
+    np.testing.assert_allclose(drawn, [[0.16, 0.9]], rtol=1e-5)

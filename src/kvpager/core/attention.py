@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpager.config import KVShape, PagerConfig
 from kvpager.core.digest import Digest
 from kvpager.core.residency import Residency
-from kvpager.core.selection import select
+from kvpager.core.selection import pull, select
 from kvpager.core.sequence import Sequence, Step
 from kvpager.kernels.reference import merge
 from kvpager.ports import FloatArray, IntArray, Kernel, PageList, Partial, TileQuery
@@ -218,7 +218,8 @@ class Attender:
         assert config.budget_pages is not None
         rows = sequence.rows[tile.first : tile.own]
         starts = np.arange(tile.first, tile.own) * config.page_size
-        estimate = self._digest.estimate(layer, rows, tile.query, starts, own_lse)
+        shares = self._digest.shares(layer, rows, tile.query, starts, own_lse)
+        estimate = pull(shares)
         choice = select(
             estimate, config.budget_pages, sinks=config.sink_pages, recent=config.recent_pages, first_block=tile.first
         )
@@ -227,8 +228,8 @@ class Attender:
         ratio = estimate / np.float32(choice.threshold)
         ratio = np.where(choice.chosen, np.maximum(ratio, np.float32(1)), ratio)
         self._residency.scorer.estimated(rows, layer, ratio, self.now(sequence))
-        # the estimate is a share of all attention, own pages included: what is left out is what the selection misses
-        missed = float(estimate.sum()) * (1 - choice.coverage) / (own_lse.size or 1)
+        # masses are shares of all attention, own pages included: what is left out is what the selection misses
+        missed = float(shares.sum(axis=2)[~choice.chosen.T].sum()) / own_lse.size
         return choice.chosen, 1 - missed
 
     def _mark_approximate(self, sequence: Sequence, tile: _Tile) -> None:

@@ -109,10 +109,10 @@ class Digest(ABC):
                 arrays[i] = new
         self.capacity = capacity
 
-    def estimate(
+    def shares(
         self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray | None = None
     ) -> FloatArray:
-        """Estimated attention mass of candidate pages, summed over the tile's queries and the query group.
+        """Estimated attention mass of candidate pages, query by query.
 
         rows     int [n], built rows of `layer`; ascending runs without gaps are read in place
         tile     queries [H * G, T, D] with scale, softcap and window; all candidates lie before the tile
@@ -121,14 +121,14 @@ class Digest(ABC):
                  shares of all attention and not of the candidates' alone: a third to a half of what 2-bit selection
                  loses against the best one is won back (measured by benchmarks/digest_quality.py)
 
-        Returns float32 [H, n]. Each query's softmax is taken by itself; queries are never averaged. A query
-        whose window hides every candidate adds nothing.
+        Returns float32 [n, H, G * T]. Each query's softmax is taken by itself; queries are never averaged. A query
+        whose window hides every candidate gives nothing to any.
         """
         n, heads = len(rows), self.kv_heads
         queries = tile.queries.reshape(heads, -1, self.head_dim)
         width = queries.shape[1]
         if n == 0:
-            return np.zeros((heads, 0), np.float32)
+            return np.zeros((0, heads, width), np.float32)
         features = self._features(queries * np.float32(tile.scale))
         ascending = bool(rows[-1] - rows[0] == n - 1 and (np.diff(rows) == 1).all())
         slab = SLAB_FLOATS // (heads * self.units * max(self.features, width))
@@ -346,7 +346,7 @@ def _multiply(units: FloatArray, features: FloatArray, out: FloatArray) -> Float
 
 
 def _normalised(shares: FloatArray, peaks: FloatArray, slab: int, own_lse: FloatArray | None) -> FloatArray:
-    """Mass [H, n] from sums of exponentials [n, H, W], each slab's relative to its own peak [slabs, H, W]."""
+    """Mass [n, H, W] from sums of exponentials, in place; each slab's are relative to its own peak [slabs, H, W]."""
     top = peaks.max(axis=0)
     if own_lse is not None:
         np.maximum(top, own_lse, out=top)
@@ -355,6 +355,5 @@ def _normalised(shares: FloatArray, peaks: FloatArray, slab: int, own_lse: Float
     total = shares.sum(axis=0)
     if own_lse is not None:
         total += np.exp(own_lse - top)
-    weight = np.divide(1, total, out=np.zeros_like(total), where=total > 0)
-    mass: FloatArray = np.einsum("nhw,hw->hn", shares, weight)
-    return mass
+    shares *= np.divide(1, total, out=np.zeros_like(total), where=total > 0)
+    return shares

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvpager.errors import InputError
 from kvpager.ports import FloatArray
 
-__all__ = ["Selection", "select"]
+__all__ = ["Selection", "pull", "select"]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -28,19 +28,17 @@ class Selection:
     chosen     bool [H, n], the pages that are in
     threshold  the smallest estimate that got a page in; at least 1e-12. estimate / threshold is 1 or more for
                pages that are in by their estimate (protected pages may be below it)
-    coverage   estimated mass of the chosen pages, as a share of all candidates' (1 when there is none at all)
     """
 
     chosen: BoolArray
     threshold: float
-    coverage: float
 
 
 def select(mass: FloatArray, pages: int, *, sinks: int, recent: int, first_block: int = 0) -> Selection:
     """Choose the pages of one layer that a tile attends to.
 
-    mass         float32 [H, n], estimated mass of each KV head's candidates: n blocks in order, the last one just
-                 before the tile
+    mass         float32 [H, n], how much each of a KV head's candidates is wanted (see `pull`): n blocks in order,
+                 the last one just before the tile
     pages        budget a KV head, protected pages included; a layer's whole budget is pages * H
     sinks        leading blocks of the sequence that are always in
     recent       last candidates that are always in
@@ -68,6 +66,16 @@ def select(mass: FloatArray, pages: int, *, sinks: int, recent: int, first_block
         taken[ties[: left - int(taken.sum())]] = True
         chosen[:, ~protected] = taken.reshape(-1, heads).T
         threshold = float(least)
-    total = float(mass.sum(dtype=np.float64))
-    within = float(mass[chosen].sum(dtype=np.float64))
-    return Selection(chosen, max(threshold, FLOOR), within / total if total > 0 else 1.0)
+    return Selection(chosen, max(threshold, FLOOR))
+
+
+def pull(shares: FloatArray) -> FloatArray:
+    """How strongly a tile is drawn to each page: float32 [H, n], the root of the sum of squares over its queries.
+
+    shares  float32 [n, H, G * T], the mass that each query is estimated to give each page
+
+    Between the sum, by which many queries' crumbs outweigh the one query that needs a page, and the maximum, by which
+    one query decides for all. Choosing by it diverges least from the full cache (docs/decisions/0004).
+    """
+    squares: FloatArray = np.einsum("nhw,nhw->hn", shares, shares)
+    return np.sqrt(squares)

@@ -30,7 +30,7 @@ def approximate_settings(config: PagerConfig) -> str:
     """All that the bytes of an approximate block depend on besides its tokens."""
     return (
         f"budget={config.budget_pages},digest={config.digest},tile={config.tile},page={config.page_size},"
-        f"sink={config.sink_pages},recent={config.recent_pages},scoring=1"
+        f"sink={config.sink_pages},recent={config.recent_pages},scoring=2"
     )
 
 
