@@ -142,7 +142,7 @@ def require_frames(what: str, frames: int, least: int, page_bytes: int) -> None:
     """Raise ConfigError, with the number needed, when `frames` are fewer than `least`; `what` names the setting."""
     if frames < least:
         raise ConfigError(
-            f"{what} gives {frames} frames, but this model and request need at least {least} "
+            f"{what} gives {frames} frame{'s' * (frames != 1)}, but this model and request need at least {least} "
             f"({least * page_bytes / 2**20:.2f} MiB of frames)"
         )
 

@@ -197,6 +197,9 @@ def _reporter(args: argparse.Namespace, loaded: LoadedModel, result: Result) -> 
         else:
             yield from _live(Screen, loaded, result, stream)
             return
+    say(f"Reading {len(result.task.token_ids)} tokens of a book in three ways, which takes a minute or two:")
+    for column in result.columns:
+        say(f"  {column.name}: {result.captions[column.name]}")
     with progress("Reading", len(result.task.token_ids) * len(result.columns)) as advance:
         done = dict.fromkeys((column.name for column in result.columns), 0)
 

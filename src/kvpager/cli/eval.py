@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         conflict_handler="resolve",  # --budget takes several here
     )
     add_model_options(echo)
-    add_pager_options(echo)
+    add_pager_options(echo, swap="memory")
     group = echo.add_argument_group("echo")
     group.add_argument("--text", metavar="FILE", help="UTF-8 text to take both from (default: the bundled book)")
     group.add_argument(
@@ -110,7 +110,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--belady", action="store_true", help="report the fewest recalls any policy could have had")
     group.add_argument("--plot", metavar="FILE.png", help="draw loss against budget and resident bytes")
     group.add_argument("--json", action="store_true", help="print one JSON object with all figures")
-    echo.set_defaults(run=run, dtype="float32", swap="memory")
+    echo.set_defaults(run=run, dtype="float32")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -240,9 +240,7 @@ def table(task: EchoTask, full: EchoFull, runs: list[tuple[str, int, EchoRun]]) 
                 f"{result.kl_mean:.4f}",
                 f"{result.kl_p99:.3f}",
                 f"{result.top1:.1%}",
-                f"{result.recalls_a_token:.1f}",
-                f"{result.evictions_a_token:.1f}",
-                f"{result.stats.mass_coverage:.1%}",
+                *_traffic(result, len(task.token_ids)),
             )
         )
     parts = [
@@ -259,9 +257,20 @@ def table(task: EchoTask, full: EchoFull, runs: list[tuple[str, int, EchoRun]]) 
         f"fewest recalls possible ({name}, budget {budget}, {result.stats.frames} frames): {result.optimal_recalls}; "
         f"{result.config.policy} had {result.stats.recalls}"
         for name, budget, result in runs
-        if result.optimal_recalls is not None
+        if result.optimal_recalls is not None and result.config.mode == "recall"
     ]
     return "\n".join(parts + best)
+
+
+def _traffic(result: EchoRun, tokens: int) -> tuple[str, str, str]:
+    """Recalls, evictions and coverage; what discard mode drops is evicted for good, and nothing is selected there."""
+    if result.config.mode == "discard":
+        return "", f"{(result.stats.evictions + result.stats.discards) / tokens:.1f}", ""
+    return (
+        f"{result.recalls_a_token:.1f}",
+        f"{result.evictions_a_token:.1f}",
+        f"{result.stats.mass_coverage:.1%}",
+    )
 
 
 def _memory(full: EchoFull, runs: list[tuple[str, int, EchoRun]]) -> str:

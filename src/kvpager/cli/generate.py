@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=number(1e-6, 1),
         default=1.0,
         metavar="P",
-        help="sample from the likeliest tokens that make up P",
+        help="sample from the likeliest tokens that make up P (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text and all figures")
     add_model_options(parser)
@@ -87,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
                 on_text=None if args.json else lambda text: emit(text, end=""),
             )
         stats = cache.stats()
+    except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            emit("")  # the shell's prompt begins a line of its own
+        raise
     finally:
         cache.close()
     if args.json:
@@ -197,7 +201,8 @@ def summary(result: Generation, stats: PagerStats) -> str:
         f"read {result.prompt_tokens} tokens ({result.prefill_tokens_per_s:.0f} tokens/s), {written}; "
         f"KV in memory {stats.resident_bytes / mib:.1f} MiB (frames {stats.pool_bytes / mib:.1f}, "
         f"digests {stats.digest_bytes / mib:.1f}, tables {stats.table_bytes / mib:.1f}) "
-        f"of {stats.full_kv_bytes / mib:.1f} MiB for a full cache; swap {stats.swap_bytes / mib:.1f} MiB; "
+        f"where a full cache of {stats.tokens} tokens takes {stats.full_kv_bytes / mib:.1f} MiB; "
+        f"swap {stats.swap_bytes / mib:.1f} MiB; "
         f"{stats.evictions} pages evicted, {stats.recalls} recalled; "
         f"peak of the process {stats.peak_rss_bytes / mib:.0f} MiB"
     )

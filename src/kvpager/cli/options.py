@@ -92,13 +92,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="a folder of Hugging Face files, a .gguf file, a Hugging Face id, or smollm2-135m (default: %(default)s)",
     )
     group.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="number format of weights and pages (default: the model's own)"
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="number format of weights and pages; auto is the model's own (default: %(default)s)",
     )
     group.add_argument("--threads", type=whole(1, 4096), metavar="N", help="threads for the model (default: PyTorch's)")
 
 
-def add_pager_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`pager_options` reads, ``--seed`` among them."""
+def add_pager_options(parser: argparse.ArgumentParser, swap: str | None = None) -> None:
+    """Add the options that :func:`pager_options` reads, ``--seed`` among them; `swap` is the default of ``--swap``."""
     group = parser.add_argument_group("paging")
     group.add_argument(
         "--memory", type=size, metavar="SIZE", help="bound on frames, digests and tables together, as in 64MiB"
@@ -128,7 +131,10 @@ def add_pager_options(parser: argparse.ArgumentParser) -> None:
         "--tile", type=whole(1, 1024), default=64, metavar="N", help="queries that share a selection (default: 64)"
     )
     group.add_argument(
-        "--swap", metavar="memory|PATH", help="where evicted pages go (default: a file under the cache directory)"
+        "--swap",
+        metavar="memory|PATH",
+        default=swap,
+        help=f"where evicted pages go (default: {swap or 'a file under the cache directory'})",
     )
     group.add_argument(
         "--swap-limit", type=size, default="64GiB", metavar="SIZE", help="the most that swap may hold (default: 64GiB)"
