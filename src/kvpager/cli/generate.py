@@ -196,6 +196,7 @@ def summary(result: Generation, stats: PagerStats) -> str:
     """One line for people: speeds, and memory told whole."""
     mib = 2**20
     decode = result.decode_tokens_per_s
+    lost = f", {stats.discards} dropped for good" if stats.discards else ""
     written = f"wrote {len(result.token_ids)}" + (f" ({decode:.1f} tokens/s)" if decode is not None else "")
     return (
         f"read {result.prompt_tokens} tokens ({result.prefill_tokens_per_s:.0f} tokens/s), {written}; "
@@ -203,6 +204,6 @@ def summary(result: Generation, stats: PagerStats) -> str:
         f"digests {stats.digest_bytes / mib:.1f}, tables {stats.table_bytes / mib:.1f}) "
         f"where a full cache of {stats.tokens} tokens takes {stats.full_kv_bytes / mib:.1f} MiB; "
         f"swap {stats.swap_bytes / mib:.1f} MiB; "
-        f"{stats.evictions} pages evicted, {stats.recalls} recalled; "
+        f"{stats.evictions} pages evicted, {stats.recalls} recalled{lost}; "
         f"peak of the process {stats.peak_rss_bytes / mib:.0f} MiB"
     )
