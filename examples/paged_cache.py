@@ -29,7 +29,7 @@ def grow(pager, seq, tokens):
 def show_next(pager, seq):
     """Print the pages that would be evicted next."""
     leaving = [page for page in pager.scores(seq, 0) if page.evict_rank is not None][:4]
-    print("  evicted next:", ", ".join(f"block {page.block} (score {page.score:.4f})" for page in leaving))
+    print("  evicted next:", ", ".join(f"block {page.block} (policy {page.score:.4f})" for page in leaving))
 
 
 SMALL, LARGE = (PagerConfig(pool=frames, grace=0) for frames in (64, 80))
@@ -40,7 +40,7 @@ with Pager(SHAPE, SMALL) as pager, Pager(SHAPE, LARGE) as roomy:
     print("  read back unchanged:", np.array_equal(pager.read(seq, 0), [KEYS[:, :20], VALUES[:, :20]]))
     print("  page table:", ", ".join(f"block {b} in frame {f}" for b, f in enumerate(pager.page_table(seq)[:, 0, 0])))
     print("  token scores:", " ".join(f"{share:.3f}" for share in plain(20)[1]))
-    print("  page scores:", " ".join(f"{mass:.3f}" for mass in result.page_mass[0]))
+    print("  page scores (attention mass):", " ".join(f"{mass:.3f}" for mass in result.page_mass[0]))
     show_next(pager, seq)
 
     grow(pager, seq, 1_020)

@@ -48,7 +48,9 @@ def test_token_and_page_scores_are_those_of_dense_attention(ran: tuple[str, dict
     text, names = ran
     _, share = dense(names, 20)
     assert numbers("token scores:", text) == pytest.approx(share, abs=5.1e-4)
-    assert numbers("page scores:", text) == pytest.approx([share[:16].sum(), share[16:].sum()], abs=5.1e-4)
+    assert numbers("page scores (attention mass):", text) == pytest.approx(
+        [share[:16].sum(), share[16:].sum()], abs=5.1e-4
+    )
 
 
 def test_the_page_table_shows_two_pages_in_two_frames(ran: tuple[str, dict[str, Any]]) -> None:
@@ -61,7 +63,7 @@ def test_the_page_table_shows_two_pages_in_two_frames(ran: tuple[str, dict[str, 
 def test_the_page_that_was_to_leave_next_is_the_one_that_left(ran: tuple[str, dict[str, Any]]) -> None:
     text, names = ran
     full = text[text.index("1020 tokens: 64 frames in use") :]
-    announced = [int(block) for block in re.findall(r"block (\d+) \(score", full)]
+    announced = [int(block) for block in re.findall(r"block (\d+) \(policy", full)]
     assert numbers("Evicted: block", text) == [announced[0]]
     _, share = dense(names, 1_008)
     mass = share.reshape(63, 16).sum(1)

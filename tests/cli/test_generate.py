@@ -132,8 +132,11 @@ def test_prompts_come_from_files_and_standard_input(
     path.write_text("naïve", encoding="utf-8")
     assert figures(capsys, ["--prompt-file", str(path), *common])["prompt_tokens"] == 6
     for arguments in ([], ["--prompt-file", "-"]):
-        monkeypatch.setattr(sys, "stdin", Stdin("naïve".encode()))
-        assert figures(capsys, [*arguments, *common])["prompt_tokens"] == 6
+        for ending in ("", "\n", "\r\n"):  # a last newline is not part of the prompt; a second one is
+            monkeypatch.setattr(sys, "stdin", Stdin(f"naïve{ending}".encode()))
+            assert figures(capsys, [*arguments, *common])["prompt_tokens"] == 6
+        monkeypatch.setattr(sys, "stdin", Stdin("naïve\n\n".encode()))
+        assert figures(capsys, [*arguments, *common])["prompt_tokens"] == 7
 
 
 def test_a_terminal_is_told_what_is_waited_for(

@@ -51,7 +51,7 @@ def test_one_limit_holds_for_both() -> None:
     swap.write(some_pages(6))
     first.failing = True
     swap.write(some_pages(4))
-    with pytest.raises(SwapFull, match="no space left on device; in memory, 704 bytes would pass the limit of 640"):
+    with pytest.raises(SwapFull, match="it would hold 704 bytes, and swap_limit is 640"):
         swap.write(some_pages(1))
     assert swap.used == 10
 

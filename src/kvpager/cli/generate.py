@@ -40,7 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", nargs="?", help="the prompt (default: read from --prompt-file or standard input)")
-    parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
+    parser.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="read the prompt from a UTF-8 file, less its last newline; - is standard input",
+    )
     parser.add_argument(
         "--raw", action="store_true", help="give the prompt to the model as it is, without its chat template"
     )
@@ -119,7 +123,8 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise InputError(f"prompt: {source} is not UTF-8 text (byte {error.start})") from None
     if not text.strip():
         raise InputError(f"prompt: {source} is empty; give at least one word")
-    return text
+    # a shell's echo and an editor's last line end in a newline that nobody meant to be part of the prompt
+    return text if prompt is not None else text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_file(path: Path) -> bytes:

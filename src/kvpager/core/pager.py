@@ -304,13 +304,7 @@ class Pager:
         Discard: what the budget, the tile and the open block hold for each sequence; a step's new tokens come on top.
         """
         whole("sequences", sequences, 1, 2**31 - 1)
-        config, heads = self.config, self.shape.kv_heads
-        pages = self.shape.layers * heads
-        most = 2**31 if tokens is None else -(-whole("tokens", tokens, 1, 2**40) // config.page_size)
-        if config.mode == "recall":
-            return sequences * min(2, most) * pages + self._state.group_frames(most)
-        tile = -(-config.tile // config.page_size) + 1
-        return sequences * (min(most, (config.budget_pages or 0) + tile) * pages + min(most, tile) * heads)
+        return self._state.minimum_frames(sequences, None if tokens is None else whole("tokens", tokens, 1, 2**40))
 
     @owned
     def stats(self) -> PagerStats:

@@ -113,6 +113,16 @@ class State:
         heads = self.shape.kv_heads
         return min(max(self.group_pages, heads), blocks * heads)
 
+    def minimum_frames(self, sequences: int, tokens: int | None) -> int:
+        """The smallest pool, in frames (see Pager.minimum_frames)."""
+        config, heads = self.config, self.shape.kv_heads
+        pages = self.shape.layers * heads
+        most = 2**31 if tokens is None else -(-tokens // config.page_size)
+        if config.mode == "recall":
+            return sequences * min(2, most) * pages + self.group_frames(most)
+        tile = -(-config.tile // config.page_size) + 1
+        return sequences * (min(most, (config.budget_pages or 0) + tile) * pages + min(most, tile) * heads)
+
     def fit(self) -> None:
         """Have room for all rows that were handed out."""
         if self.blocks.rows > self.table.rows:
@@ -141,8 +151,9 @@ class State:
         """What digests and tables leave of `memory` for pages, in bytes; ConfigError when that is not one page."""
         if memory - taken < self.page_bytes + FRAME_BOOKS:
             raise ConfigError(
-                f"memory: {memory} bytes leave no room for pages: digests and tables of {self.config.max_tokens} "
-                f"tokens take at least {taken} bytes"
+                f"memory: {memory / 2**20:.2f} MiB leave no room for pages: digests and tables of "
+                f"{self.config.max_tokens} tokens take {taken / 2**20:.2f} MiB, and the smallest pool "
+                f"{self.minimum_frames(1, self.config.max_tokens) * self.page_bytes / 2**20:.2f} MiB more"
             )
         return memory - taken
 

@@ -46,7 +46,7 @@ class FallbackSwap:
             held = (self.used + len(pages)) * self._page_bytes
             if held > self._limit_bytes:
                 raise SwapFull(
-                    f"{error}; in memory, {held} bytes would pass the limit of {self._limit_bytes}"
+                    f"swap is full: it would hold {held} bytes, and swap_limit is {self._limit_bytes}"
                 ) from error
             return second.write(pages) * 2 + 1
 
