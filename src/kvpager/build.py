@@ -186,9 +186,12 @@ def _yield_while_waiting() -> None:
     """Let PyTorch's threads sleep while they wait for each other, unless the user has said otherwise.
 
     By default they spin. Where other programs want the cores too, that costs far more than it saves: with a load of
-    8 on two cores a decode step took 9 times as much processor time. Read when PyTorch is imported first.
+    8 on two cores a decode step took 9 times as much processor time. A short spin (about a tenth of a millisecond)
+    bridges the gap between two small products: 9.1 tokens/s instead of 7.7. Read when PyTorch is imported first.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def make_cache(model: LoadedModel, options: PagerOptions, tokens: int) -> PagerCache:
