@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpager.config import DigestKind, KVShape, Mode, PagerConfig, PolicyName, parse_size
+from kvpager.config import DEFAULT_POOL_BYTES, DigestKind, KVShape, Mode, PagerConfig, PolicyName, parse_size
 from kvpager.errors import ConfigError, SwapError
 from kvpager.models.cache import cache_directory
 
@@ -26,7 +26,6 @@ __all__ = ["PagerOptions", "load_model", "make_cache", "pager_config"]
 
 KERNELS = ("reference",)
 PREFILL_CHUNK = 512  # tokens of a prompt that one forward reads, where there is room for them
-DEFAULT_POOL_BYTES = 256 * 2**20
 MEMORY_SHARE = 1.5  # of the full KV: more than all frames with their digests and tables can take
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")

@@ -34,6 +34,7 @@ DigestKind = Literal["2bit", "4bit", "mean-dev", "submeans", "minmax"]
 MODES: tuple[str, ...] = get_args(Mode)
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 DIGESTS: tuple[str, ...] = get_args(DigestKind)
+DEFAULT_POOL_BYTES = 256 * 2**20  # frames, where neither pool nor memory is given
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

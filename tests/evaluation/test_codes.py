@@ -1,31 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-import torch
-from tests.small_llm import save_folder, tokenizer
+from tests.small_llm import tokenizer
 
-import kvpager.hf
 from kvpager.config import PagerConfig
 from kvpager.errors import InputError
 from kvpager.evaluation.codes import PLANTED, CodesTask, Column, RecallMap
 from kvpager.evaluation.forward import full_cache
 from kvpager.evaluation.text import bundled_text, paragraphs, read_text
 from kvpager.hf import PagerCache
-from kvpager.models import LoadedModel, load
+from kvpager.models import LoadedModel
 
 TOKENIZER = tokenizer()
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    kvpager.hf.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load(str(save_folder(tmp_path_factory.mktemp("model"))))
-    torch.set_num_threads(threads)
 
 
 def test_every_sentence_stands_where_the_task_says() -> None:

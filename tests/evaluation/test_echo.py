@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.small_llm import save_folder
 
 import kvpager.hf
 from kvpager.config import PagerConfig
@@ -17,15 +15,6 @@ from kvpager.models import LoadedModel, load
 
 IDS = np.random.default_rng(1).integers(3, 259, 1000).tolist()
 TASK = EchoTask.take(IDS, 64, 160, seed=0)
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    kvpager.hf.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load(str(save_folder(tmp_path_factory.mktemp("model"))))
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("seed", range(30))

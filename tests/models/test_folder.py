@@ -10,17 +10,7 @@ import pytest
 
 from kvpager.errors import ModelCorrupt, ModelNotFound
 from kvpager.models.folder import read_folder, tensor_counts
-from tests.small_llm import save_folder, save_gguf
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "copy"))
+from tests.small_llm import save_gguf
 
 
 def test_a_whole_folder_gives_its_config_and_number_of_weights(folder: Path) -> None:

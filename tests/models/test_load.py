@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import socket
 import sys
 from pathlib import Path
@@ -25,16 +24,6 @@ from kvpager.errors import (
 )
 from kvpager.models import load, require_packages
 from tests.small_llm import CONTEXT, END, save_folder, save_gguf
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "copy"))
 
 
 @pytest.fixture

@@ -130,6 +130,7 @@ class Attender:
         own[:, tile.own :] = True
         attended = self._groups(sequence, layer, tile, own)
         _, own_lse = merge(attended.parts)
+        self._remember_scores(step, sequence, layer)
         past = self._selected(step, sequence, layer, tile, own_lse)
         if past.any():
             attended = attended.joined(self._groups(sequence, layer, tile, past))
@@ -138,7 +139,6 @@ class Attender:
         heads, blocks = attended.heads, attended.blocks
         page_lse = np.concatenate([part.page_lse for part in attended.parts])
         mass = np.exp(page_lse - lse.reshape(-1, group, tokens)[heads])
-        self._remember_scores(step, sequence, layer)
         self._residency.scorer.observe(sequence.rows[blocks], layer, heads, mass, self.now(sequence))
         counters = self._residency.counters
         counters.tiles += 1
@@ -202,16 +202,14 @@ class Attender:
             selected[:, past] = True
             left_out = False
         else:
-            selected[:, past], coverage = self._choose(step, sequence, layer, tile, own_lse)
+            selected[:, past], coverage = self._choose(sequence, layer, tile, own_lse)
             left_out = True
         if left_out:
             self._mark_approximate(sequence, tile)
         self._residency.counters.coverage_sum += coverage
         return selected
 
-    def _choose(
-        self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own_lse: FloatArray
-    ) -> tuple[BoolArray, float]:
+    def _choose(self, sequence: Sequence, layer: int, tile: _Tile, own_lse: FloatArray) -> tuple[BoolArray, float]:
         """The budget's worth of past pages with the largest estimated mass: bool [H, n], and the share of all kept."""
         assert self._digest is not None
         config = self._config
@@ -223,7 +221,6 @@ class Attender:
         choice = select(
             estimate, config.budget_pages, sinks=config.sink_pages, recent=config.recent_pages, first_block=tile.first
         )
-        self._remember_scores(step, sequence, layer)
         # protected pages are as good as selected, whatever their estimate
         ratio = estimate / np.float32(choice.threshold)
         ratio = np.where(choice.chosen, np.maximum(ratio, np.float32(1)), ratio)

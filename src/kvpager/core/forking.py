@@ -143,4 +143,4 @@ def _cut(state: State, sequence: Sequence, length: int, copy: int | None) -> Non
         sequence.private_from = None
     # a shorter sequence's sliding windows reach further back
     state.table.expired[sequence.rows] = False
-    assert (state.table.frame[sequence.rows[index]] != ABSENT).all() if rest else True
+    assert not rest or (state.table.frame[sequence.rows[index]] != ABSENT).all(), "an open block is not in the pool"

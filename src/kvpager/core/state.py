@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpager.config import KVShape, PagerConfig, parse_size
+from kvpager.config import DEFAULT_POOL_BYTES, KVShape, PagerConfig, parse_size
 from kvpager.core.attention import Attender
 from kvpager.core.blocks import Blocks, KeyMaker
 from kvpager.core.digest import Digest, make_digest
@@ -20,7 +20,6 @@ from kvpager.swap import SLAB_BYTES, open_swap
 
 __all__ = ["State", "approximate_settings"]
 
-DEFAULT_POOL = 256 * 2**20
 SLOT_BOOKS = 9  # bytes of swap's own books a slot: checksum, free list, a flag
 PAGE_TABLE_BYTES = 8  # bytes of the page table a page: frame and slot
 FRAME_BOOKS = 10  # bytes of the pool's own books a frame: owner, free stack, two flags
@@ -133,7 +132,7 @@ class State:
         if isinstance(config.pool, int):
             return config.pool
         if config.memory is None:
-            size = DEFAULT_POOL if config.pool is None else parse_size(config.pool, "pool")
+            size = DEFAULT_POOL_BYTES if config.pool is None else parse_size(config.pool, "pool")
             frames = size // self.page_bytes
             if not frames:
                 raise ConfigError(f"pool: {config.pool} is less than one page, {self.page_bytes} bytes")
