@@ -1,0 +1,7 @@
+#include <nanobind/nanobind.h>
+
+namespace kvpager {
+
+void bind_linear(nanobind::module_&) {}
+
+}  // namespace kvpager

@@ -1,0 +1,27 @@
+// A small persistent pool of threads for the kernels: the caller works too, and others wait by spinning briefly.
+#pragma once
+
+#include <cstdint>
+
+namespace kvpager {
+
+using Work = void (*)(void* context, int64_t item, int thread);
+
+// Runs work(context, item, thread) for every item in [0, items), and returns when all are done; `thread` is below
+// threads(). Items are handed out one by one, in order. What an item computes must not depend on `thread`.
+// From inside an item, or while another thread of the program uses the pool, the items run in the calling thread.
+void run_parallel(int64_t items, Work work, void* context);
+
+// As run_parallel, with a callable f(item, thread).
+template <class F>
+inline void parallel(int64_t items, F&& f) {
+  run_parallel(
+      items, [](void* context, int64_t item, int thread) { (*static_cast<F*>(context))(item, thread); }, &f);
+}
+
+int threads();
+// Throws std::invalid_argument when `count` is not in 1..256.
+void set_threads(int count);
+constexpr int kMostThreads = 256;
+
+}  // namespace kvpager
