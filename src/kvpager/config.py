@@ -140,6 +140,7 @@ class PagerConfig:
     digest         the summary that selection reads (see kvpager.core.digest).
     page_size      tokens a page: 8, 16 or 32.
     tile           queries that share one selection: 1, or a multiple of page_size up to 1,024.
+    sample         every so many-th query of a tile takes part in choosing its pages (its last one always does).
     group_pages    pages that one partial attention covers; part of the arithmetic, hence of the result, and of the
                    smallest pool. None takes 4 blocks' pages, at least 8 and at most 256.
     sink_pages     leading pages of a sequence that are always selected and never discarded.
@@ -162,6 +163,7 @@ class PagerConfig:
     digest: DigestKind = "2bit"
     page_size: int = 16
     tile: int = 64
+    sample: int = 1
     group_pages: int | None = None
     sink_pages: int = 1
     recent_pages: int = 2
@@ -182,6 +184,7 @@ class PagerConfig:
         _whole("tile", self.tile, 1, 1024)
         if self.tile != 1 and self.tile % self.page_size:
             raise ConfigError(f"tile: {self.tile} is neither 1 nor a multiple of page_size, {self.page_size}")
+        _whole("sample", self.sample, 1, 1024)
         if self.group_pages is not None:
             _whole("group_pages", self.group_pages, 1, 65536)
         _whole("sink_pages", self.sink_pages, 0, 65536)

@@ -1,4 +1,4 @@
-"""What the core asks of the outside: protocols for kernels, the bytes of frames, and swap.
+"""What the core asks of the outside: protocols for kernels, digests, the bytes of frames, and swap.
 
 Shapes use H (KV heads), G (query heads a KV head), T (queries of a tile), D (head_dim), P (page_size)
 and n (pages of one call). Implementations must not keep or write to the arrays they are given.
@@ -14,11 +14,31 @@ import numpy.typing as npt
 
 from kvpager.config import KVShape
 
-__all__ = ["FloatArray", "FrameStorage", "IntArray", "Kernel", "PageList", "Partial", "Swap", "TileQuery"]
+__all__ = [
+    "WINDOW",
+    "BoolArray",
+    "Choice",
+    "Digest",
+    "FloatArray",
+    "FrameStorage",
+    "IntArray",
+    "Kernel",
+    "Masses",
+    "PageList",
+    "Partial",
+    "Room",
+    "Settled",
+    "Swap",
+    "TileQuery",
+]
 
+BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+
+WINDOW = 32
+"""Queries of SnapKV's observation window (arXiv 2404.14469)."""
 
 
 class FrameStorage(Protocol):
@@ -79,6 +99,88 @@ class Partial:
     page_lse: FloatArray
 
 
+@dataclass(frozen=True)
+class Masses:
+    """The softmax mass that one tile gave to n pages, float32 [n] each.
+
+    peak    the most that one query of the tile and group gave
+    total   summed over the tile's queries, mean over the query group
+    last    what the tile's last query gave, mean over the group
+    window  as `total`, over the tile's last 32 queries alone
+    """
+
+    peak: FloatArray
+    total: FloatArray
+    last: FloatArray
+    window: FloatArray
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A tile's attention once all its groups of pages are in: output float32 [H * G, T, D], and each page's mass."""
+
+    output: FloatArray
+    masses: Masses
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a selection may take: `pages` a KV head, on average, protected ones included.
+
+    sinks, recent  leading pages of the sequence, and last candidates, that are always in
+    first_block    block of the first candidate; above 0 where a sliding window hides the sequence's beginning
+    """
+
+    pages: int
+    sinks: int
+    recent: int
+    first_block: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The pages of one layer that a tile attends to.
+
+    chosen  bool [H, n]
+    ratio   float32 [H, n], the estimate over the smallest one that got a page in: 1 or more where a page is in
+    missed  the share of all attention that is estimated to go to pages left out, mean over the queries looked at
+    """
+
+    chosen: BoolArray
+    ratio: FloatArray
+    missed: float
+
+
+class Digest(Protocol):
+    """Small summaries of pages by block row and layer, from which a tile's pages are chosen; see core.digest."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page's digest, all included."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for digests."""
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of scratch; bounded, whatever the length of the sequences."""
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` rows."""
+
+    def build(self, layer: int, rows: IntArray, keys: FloatArray) -> None:
+        """Make the digests of whole pages: rows [n], keys float32 [n, H, P, D]."""
+
+    def choose(
+        self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray, room: Room
+    ) -> Choice:
+        """Choose among the pages of built rows [n], whose first tokens are at `starts` [n], all before the tile.
+
+        own_lse  float32 [H * G, T]: log-sum-exp of each query's scores of the tile's own keys
+        """
+
+
 class Kernel(Protocol):
     """Attention over pages that lie scattered in frames."""
 
@@ -89,6 +191,14 @@ class Kernel(Protocol):
 
     def attend(self, storage: FrameStorage, tile: TileQuery, pages: PageList) -> Partial:
         """Attend one tile to one group of pages, causally, within the window."""
+
+    def settle(self, parts: list[Partial], heads: IntArray) -> Settled:
+        """Join groups of pages in the order given; `heads` [n] names the KV head of each of their pages, in order."""
+
+    def digest(
+        self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int
+    ) -> Digest | None:
+        """Faster digests of this kind than the core's own, or None; `sample` as in PagerConfig."""
 
 
 class Swap(Protocol):

@@ -6,19 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpager.config import KVShape, PagerConfig
-from kvpager.core.digest import Digest
 from kvpager.core.residency import Residency
-from kvpager.core.selection import pull, select
 from kvpager.core.sequence import Sequence, Step
 from kvpager.kernels.reference import merge
-from kvpager.ports import FloatArray, IntArray, Kernel, PageList, Partial, TileQuery
+from kvpager.ports import BoolArray, Digest, FloatArray, IntArray, Kernel, PageList, Partial, Room, TileQuery
 
 __all__ = ["Attender", "TileEvent"]
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -134,23 +129,21 @@ class Attender:
         past = self._selected(step, sequence, layer, tile, own_lse)
         if past.any():
             attended = attended.joined(self._groups(sequence, layer, tile, past))
-        output, lse = merge(attended.parts)
-        group, tokens = self._shape.group, query.queries.shape[1]
         heads, blocks = attended.heads, attended.blocks
-        page_lse = np.concatenate([part.page_lse for part in attended.parts])
-        mass = np.exp(page_lse - lse.reshape(-1, group, tokens)[heads])
-        self._residency.scorer.observe(sequence.rows[blocks], layer, heads, mass, self.now(sequence))
+        settled = self._kernel.settle(attended.parts, heads)
+        queries = query.queries.shape[1]
+        self._residency.scorer.observe(sequence.rows[blocks], layer, heads, settled.masses, queries, self.now(sequence))
         counters = self._residency.counters
         counters.tiles += 1
         counters.pages_attended += len(heads)
         page_mass = np.zeros(own.shape, np.float32)
-        page_mass[heads, blocks] = mass.mean(axis=(1, 2))
+        page_mass[heads, blocks] = settled.masses.total / np.float32(queries)
         if self.observers:
             came = np.stack([heads[attended.recalled], blocks[attended.recalled]], axis=1)
             event = TileEvent(sequence, layer, query.start, tile.stop, own | past, came, page_mass.copy())
             for observer in self.observers:
                 observer(event)
-        return output, page_mass
+        return settled.output, page_mass
 
     def _span(self, query: TileQuery) -> _Tile:
         size = self._config.page_size
@@ -216,18 +209,11 @@ class Attender:
         assert config.budget_pages is not None
         rows = sequence.rows[tile.first : tile.own]
         starts = np.arange(tile.first, tile.own) * config.page_size
-        shares = self._digest.shares(layer, rows, tile.query, starts, own_lse)
-        estimate = pull(shares)
-        choice = select(
-            estimate, config.budget_pages, sinks=config.sink_pages, recent=config.recent_pages, first_block=tile.first
-        )
-        # protected pages are as good as selected, whatever their estimate
-        ratio = estimate / np.float32(choice.threshold)
-        ratio = np.where(choice.chosen, np.maximum(ratio, np.float32(1)), ratio)
-        self._residency.scorer.estimated(rows, layer, ratio, self.now(sequence))
+        room = Room(config.budget_pages, config.sink_pages, config.recent_pages, tile.first)
+        choice = self._digest.choose(layer, rows, tile.query, starts, own_lse, room)
+        self._residency.scorer.estimated(rows, layer, choice.ratio, self.now(sequence))
         # masses are shares of all attention, own pages included: what is left out is what the selection misses
-        missed = float(shares.sum(axis=2)[~choice.chosen.T].sum()) / own_lse.size
-        return choice.chosen, 1 - missed
+        return choice.chosen, 1 - choice.missed
 
     def _mark_approximate(self, sequence: Sequence, tile: _Tile) -> None:
         """Keys of later layers now depend on the selection; only whole tiles are reproducible by others."""

@@ -21,14 +21,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import DIGESTS
+from kvpager.core.selection import choose
 from kvpager.errors import ConfigError
-from kvpager.ports import FloatArray, IntArray, TileQuery
+from kvpager.ports import Choice, FloatArray, IntArray, Room, TileQuery
 
 __all__ = ["BoxDigest", "CodedDigest", "Digest", "make_digest"]
 
@@ -54,6 +56,7 @@ class Digest(ABC):
 
     units: int
     features: int
+    sample = 1
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, page_size: int) -> None:
         self.layers = layers
@@ -109,8 +112,25 @@ class Digest(ABC):
                 arrays[i] = new
         self.capacity = capacity
 
+    def choose(
+        self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray, room: Room
+    ) -> Choice:
+        """Choose among the pages of built rows [n], as in :class:`kvpager.ports.Digest`.
+
+        Every `sample`-th query of the tile takes part, its last one always.
+        """
+        looked = slice((tile.queries.shape[1] - 1) % self.sample, None, self.sample)
+        seen = replace(tile, queries=tile.queries[:, looked], start=tile.start + looked.start)
+        return choose(self.shares(layer, rows, seen, starts, own_lse[:, looked], stride=self.sample), room)
+
     def shares(
-        self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray | None = None
+        self,
+        layer: int,
+        rows: IntArray,
+        tile: TileQuery,
+        starts: IntArray,
+        own_lse: FloatArray | None = None,
+        stride: int = 1,
     ) -> FloatArray:
         """Estimated attention mass of candidate pages, query by query.
 
@@ -120,6 +140,7 @@ class Digest(ABC):
         own_lse  float32 [H * G, T]: log-sum-exp of each query's scores of the tile's own keys. With it, masses are
                  shares of all attention and not of the candidates' alone: a third to a half of what 2-bit selection
                  loses against the best one is won back (measured by benchmarks/digest_quality.py)
+        stride   positions from one query to the next
 
         Returns float32 [n, H, G * T]. Each query's softmax is taken by itself; queries are never averaged. A query
         whose window hides every candidate gives nothing to any.
@@ -139,14 +160,14 @@ class Digest(ABC):
             part = slice(low, min(low + slab, n))
             taken = slice(int(rows[0]) + low, int(rows[0]) + part.stop) if ascending else rows[part]
             scores = self._scores(layer, taken, part.stop - low, features)
-            self._cap_and_hide(scores, tile, starts[part])
+            self._cap_and_hide(scores, tile, starts[part], stride)
             np.maximum(scores.max(axis=0).max(axis=1), LOWEST, out=peaks[i])
             scores -= peaks[i][:, None, :]
             np.exp(scores, out=scores)
             np.sum(scores, axis=2, out=shares[part])
         return _normalised(shares, peaks, slab, None if own_lse is None else own_lse.reshape(heads, width))
 
-    def _cap_and_hide(self, scores: FloatArray, tile: TileQuery, starts: IntArray) -> None:
+    def _cap_and_hide(self, scores: FloatArray, tile: TileQuery, starts: IntArray, stride: int) -> None:
         """Apply the soft cap, and the window: a unit seen in part counts by the share of its tokens seen."""
         if tile.softcap is not None:
             scores *= np.float32(1 / tile.softcap)
@@ -155,7 +176,7 @@ class Digest(ABC):
         if tile.window is None:
             return
         tokens = tile.queries.shape[1]
-        first_seen = np.arange(tile.start, tile.start + tokens) - tile.window + 1
+        first_seen = tile.start + stride * np.arange(tokens) - tile.window + 1
         if starts.min() >= first_seen[-1]:
             return
         span = self.page_size // self.units
@@ -309,21 +330,28 @@ class BoxDigest(Digest):
         return by_page.reshape(blocks * BOX_BLOCK, heads, 1, width)[:pages]
 
 
-def make_digest(kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int) -> Digest:
-    """A digest of one of `kvpager.config.DIGESTS`, without rows yet; raises ConfigError for another kind."""
+def make_digest(kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int = 1) -> Digest:
+    """A digest of one of `kvpager.config.DIGESTS`, without rows yet; raises ConfigError for another kind.
+
+    Every `sample`-th query of a tile chooses.
+    """
     shape = (layers, kv_heads, head_dim, page_size)
+    made: Digest
     match kind:
         case "2bit":
-            return CodedDigest(*shape, bits=2)
+            made = CodedDigest(*shape, bits=2)
         case "4bit":
-            return CodedDigest(*shape, bits=4)
+            made = CodedDigest(*shape, bits=4)
         case "submeans":
-            return CodedDigest(*shape, bits=4, units=SUBMEANS)
+            made = CodedDigest(*shape, bits=4, units=SUBMEANS)
         case "minmax":
-            return BoxDigest(*shape, summary=_middle_and_half_range)
+            made = BoxDigest(*shape, summary=_middle_and_half_range)
         case "mean-dev":
-            return BoxDigest(*shape, summary=_mean_and_deviation)
-    raise ConfigError(f"digest: {kind!r} is not one of {', '.join(DIGESTS)}")
+            made = BoxDigest(*shape, summary=_mean_and_deviation)
+        case _:
+            raise ConfigError(f"digest: {kind!r} is not one of {', '.join(DIGESTS)}")
+    made.sample = sample
+    return made
 
 
 def _middle_and_half_range(keys: FloatArray) -> tuple[FloatArray, FloatArray]:

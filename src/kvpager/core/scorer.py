@@ -27,18 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.ports import FloatArray, IntArray
+from kvpager.ports import FloatArray, IntArray, Masses
 
-__all__ = ["FIELDS", "WINDOW", "AttentionScorer", "PageNumbers"]
+__all__ = ["FIELDS", "AttentionScorer", "PageNumbers"]
 
 Int32Array = npt.NDArray[np.int32]
 Numbers = npt.NDArray[Any]
 
 FIELDS = frozenset({"mass", "total", "last", "window", "estimate", "born"})
 """The fields that are kept only where a policy needs them."""
-
-WINDOW = 32
-"""Queries of SnapKV's observation window."""
 
 SEEN_MAX = 255
 RATIO_MAX = np.float32(6e4)  # estimates are held as float16, which ends at 65,504
@@ -165,25 +162,27 @@ class AttentionScorer:
         for name, field in self._pages.items():
             field[rows, layer] = tick if name == "last_used" else np.nan if name in ("window", "estimate") else 0
 
-    def observe(self, rows: IntArray, layer: int, heads: IntArray, mass: FloatArray, tick: int) -> None:
-        """Take in what one tile gave to the pages that it attended to.
+    def observe(self, rows: IntArray, layer: int, heads: IntArray, masses: Masses, queries: int, tick: int) -> None:
+        """Take in what one tile of so many queries gave to the pages that it attended to.
 
-        rows, heads [n], each page once; mass float32 [n, G, T], the softmax mass that each query gave each page.
+        rows, heads [n], each page once.
         """
         fields = self._pages
         self._ran[layer] = tick
-        fields["last_used"][rows, layer, heads] = tick
-        before = fields["seen"][rows, layer, heads]
-        fields["seen"][rows, layer, heads] = before + (before < SEEN_MAX)
+        flat = (rows * self.layers + layer) * self.kv_heads + heads
+        fields["last_used"].reshape(-1)[flat] = tick
+        seen = fields["seen"].reshape(-1)
+        before = seen[flat]
+        seen[flat] = before + (before < SEEN_MAX)
         if "mass" in fields:
-            faded = fields["mass"][rows, layer, heads] * self.decay ** mass.shape[2]
-            fields["mass"][rows, layer, heads] = np.maximum(faded, mass.max(axis=(1, 2)))
+            mass = fields["mass"].reshape(-1)
+            mass[flat] = np.maximum(mass[flat] * self.decay**queries, masses.peak)
         if "total" in fields:
-            fields["total"][rows, layer, heads] += mass.sum(axis=2).mean(axis=1)
+            fields["total"].reshape(-1)[flat] += masses.total
         if "last" in fields:
-            fields["last"][rows, layer, heads] = mass[:, :, -1].mean(axis=1)
-        if "window" in fields and mass.shape[2] > 1:
-            fields["window"][rows, layer, heads] = mass[:, :, -WINDOW:].sum(axis=2).mean(axis=1)
+            fields["last"].reshape(-1)[flat] = masses.last
+        if "window" in fields and queries > 1:
+            fields["window"].reshape(-1)[flat] = masses.window
 
     def estimated(self, rows: IntArray, layer: int, ratio: FloatArray, tick: int) -> None:
         """Take in one selection: ratio float32 [H, n], estimated mass over threshold of each candidate row [n].

@@ -6,58 +6,54 @@ change an answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
 from kvpager.errors import InputError
-from kvpager.ports import FloatArray
+from kvpager.ports import BoolArray, Choice, FloatArray, Room
 
-__all__ = ["Selection", "pull", "select"]
-
-BoolArray = npt.NDArray[np.bool_]
+__all__ = ["choose", "pull", "select"]
 
 FLOOR = 1e-12  # mass below this is rounding noise; ratios against a threshold stay finite
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What `select` chose.
+def choose(shares: FloatArray, room: Room) -> Choice:
+    """The pages that a tile attends to, from the mass that each query is estimated to give each page.
 
-    chosen     bool [H, n], the pages that are in
-    threshold  the smallest estimate that got a page in; at least 1e-12. estimate / threshold is 1 or more for
-               pages that are in by their estimate (protected pages may be below it)
+    shares  float32 [n, H, G * T], of blocks in order, the last one just before the tile
+
+    Raises InputError when the protected pages alone are more than the room.
     """
+    estimate = pull(shares)
+    chosen, threshold = select(estimate, room)
+    # protected pages are as good as selected, whatever their estimate
+    ratio = estimate / np.float32(threshold)
+    ratio = np.where(chosen, np.maximum(ratio, np.float32(1)), ratio)
+    _, heads, width = shares.shape
+    missed = float(shares.sum(axis=2)[~chosen.T].sum()) / (heads * width)
+    return Choice(chosen, ratio, missed)
 
-    chosen: BoolArray
-    threshold: float
 
-
-def select(mass: FloatArray, pages: int, *, sinks: int, recent: int, first_block: int = 0) -> Selection:
+def select(mass: FloatArray, room: Room) -> tuple[BoolArray, float]:
     """Choose the pages of one layer that a tile attends to.
 
-    mass         float32 [H, n], how much each of a KV head's candidates is wanted (see `pull`): n blocks in order,
-                 the last one just before the tile
-    pages        budget a KV head, protected pages included; a layer's whole budget is pages * H
-    sinks        leading blocks of the sequence that are always in
-    recent       last candidates that are always in
-    first_block  block of the first candidate; above 0 where a sliding window hides the sequence's beginning
+    mass  float32 [H, n], how much each of a KV head's candidates is wanted (see `pull`): n blocks in order, the
+          last one just before the tile
 
-    What the protected pages leave of the layer's budget goes to the pages with the largest estimate, whichever
-    head they belong to. Between equals the earlier block wins, then the lower head. With n <= `pages` all are in.
-    Raises InputError when the protected pages alone are more than the budget.
+    Returns bool [H, n], and the smallest estimate that got a page in, at least 1e-12. What the protected pages leave
+    of the layer's room goes to the pages with the largest estimate, whichever head they belong to. Between equals
+    the earlier block wins, then the lower head. Where there is room for all, all are in. Raises InputError when the
+    protected pages alone are more than the room.
     """
     heads, n = mass.shape
     protected = np.zeros(n, np.bool_)
-    protected[: max(sinks - first_block, 0)] = True
-    protected[max(n - recent, 0) :] = True
+    protected[: max(room.sinks - room.first_block, 0)] = True
+    protected[max(n - room.recent, 0) :] = True
     kept = int(protected.sum())
-    if kept > pages:
-        raise InputError(f"pages: a budget of {pages} a KV head is less than its {kept} protected pages")
+    if kept > room.pages:
+        raise InputError(f"pages: a budget of {room.pages} a KV head is less than its {kept} protected pages")
     chosen = np.broadcast_to(protected, (heads, n)).copy()
     estimates = mass.T[~protected].ravel()  # by block, then by head: the order in which ties are settled
-    left = min((pages - kept) * heads, estimates.size)
+    left = min((room.pages - kept) * heads, estimates.size)
     threshold = 0.0
     if left:
         least = np.partition(estimates, estimates.size - left)[estimates.size - left]
@@ -66,7 +62,7 @@ def select(mass: FloatArray, pages: int, *, sinks: int, recent: int, first_block
         taken[ties[: left - int(taken.sum())]] = True
         chosen[:, ~protected] = taken.reshape(-1, heads).T
         threshold = float(least)
-    return Selection(chosen, max(threshold, FLOOR))
+    return chosen, max(threshold, FLOOR)
 
 
 def pull(shares: FloatArray) -> FloatArray:

@@ -7,7 +7,7 @@ import numpy as np
 from kvpager.config import DEFAULT_POOL_BYTES, KVShape, PagerConfig, parse_size
 from kvpager.core.attention import Attender
 from kvpager.core.blocks import Blocks, KeyMaker
-from kvpager.core.digest import Digest, make_digest
+from kvpager.core.digest import make_digest
 from kvpager.core.pagetable import ABSENT, PageTable, grown
 from kvpager.core.policies import make
 from kvpager.core.pool import FramePool
@@ -15,7 +15,7 @@ from kvpager.core.residency import Residency
 from kvpager.core.scorer import AttentionScorer
 from kvpager.core.sequence import Sequence, Step
 from kvpager.errors import ConfigError, PoolExhausted
-from kvpager.ports import IntArray, Kernel, Swap
+from kvpager.ports import Digest, IntArray, Kernel, Swap
 from kvpager.swap import SLAB_BYTES, open_swap
 
 __all__ = ["State", "approximate_settings"]
@@ -28,8 +28,8 @@ FRAME_BOOKS = 10  # bytes of the pool's own books a frame: owner, free stack, tw
 def approximate_settings(config: PagerConfig) -> str:
     """All that the bytes of an approximate block depend on besides its tokens."""
     return (
-        f"budget={config.budget_pages},digest={config.digest},tile={config.tile},page={config.page_size},"
-        f"sink={config.sink_pages},recent={config.recent_pages},scoring=2"
+        f"budget={config.budget_pages},digest={config.digest},tile={config.tile},sample={config.sample},"
+        f"page={config.page_size},sink={config.sink_pages},recent={config.recent_pages},scoring=2"
     )
 
 
@@ -41,12 +41,10 @@ class State:
         self.page_bytes = shape.page_bytes(config.page_size)
         # from the shape alone: a group that depended on the pool would let the pool's size change the arithmetic
         self.group_pages = config.group_pages or min(256, max(8, 4 * shape.layers * shape.kv_heads))
-        selects = config.budget is not None and config.mode == "recall"
-        self.digest: Digest | None = (
-            make_digest(config.digest, shape.layers, shape.kv_heads, shape.head_dim, config.page_size)
-            if selects
-            else None
-        )
+        self.digest: Digest | None = None
+        if config.budget is not None and config.mode == "recall":
+            kind = (config.digest, shape.layers, shape.kv_heads, shape.head_dim, config.page_size, config.sample)
+            self.digest = kernel.digest(*kind) or make_digest(*kind)
         policy = make(config.policy)
         self.table = PageTable(shape.layers, shape.kv_heads)
         self.scorer = AttentionScorer(shape.layers, shape.kv_heads, policy.needs, config.decay, config.grace)

@@ -11,11 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape
-from kvpager.ports import FloatArray, FrameStorage, IntArray, PageList, Partial, TileQuery
+from kvpager.ports import (
+    WINDOW,
+    BoolArray,
+    FloatArray,
+    FrameStorage,
+    IntArray,
+    Masses,
+    PageList,
+    Partial,
+    Settled,
+    TileQuery,
+)
 
-__all__ = ["ReferenceKernel", "ReferenceStorage", "merge", "token_scores"]
+__all__ = ["ReferenceKernel", "ReferenceStorage", "masses", "merge", "token_scores"]
 
-BoolArray = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 # OpenBLAS goes parallel above this many multiply-adds a product. Its threads then spin between products and take
 # the cores from PyTorch's: [192, 64] x [64, 1024] took 3 to 16 ms so, and 0.3 ms on one core (docs/decisions).
@@ -61,6 +71,17 @@ def merge(parts: list[Partial]) -> tuple[FloatArray, FloatArray]:
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         output += part.output * weight[..., None]
     return output, lse
+
+
+def masses(mass: FloatArray) -> Masses:
+    """What is kept of the mass that each query gave to each page, float32 [n, G, T]."""
+    by_query = mass.mean(axis=1)
+    return Masses(
+        peak=mass.max(axis=(1, 2)),
+        total=by_query.sum(axis=1),
+        last=by_query[:, -1],
+        window=by_query[:, -WINDOW:].sum(axis=1),
+    )
 
 
 class ReferenceStorage:
@@ -163,6 +184,17 @@ class ReferenceKernel:
             result = _softmax_attend(tile, tile.queries[rows], keys[span].reshape(-1, dim), own_values, hidden, size)
             output[rows], lse[rows], page_lse[span] = result
         return Partial(output, lse, page_lse)
+
+    def settle(self, parts: list[Partial], heads: IntArray) -> Settled:
+        """Join groups of pages in the order given; `heads` [n] names the KV head of each of their pages, in order."""
+        output, lse = merge(parts)
+        page_lse = parts[0].page_lse if len(parts) == 1 else np.concatenate([part.page_lse for part in parts])
+        _, group, tokens = page_lse.shape
+        mass = np.exp(page_lse - lse.reshape(-1, group, tokens)[heads])
+        return Settled(output, masses(mass))
+
+    def digest(self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int) -> None:
+        """None: the core's own digests serve."""
 
     @staticmethod
     def _wholly_visible(tile: TileQuery, pages: PageList, size: int) -> BoolArray:

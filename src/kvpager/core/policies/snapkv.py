@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvpager.core.policies.base import Policy, keep_young
-from kvpager.core.scorer import WINDOW, PageNumbers
-from kvpager.ports import FloatArray
+from kvpager.core.scorer import PageNumbers
+from kvpager.ports import WINDOW, FloatArray
 
 __all__ = ["SnapKV"]
 
