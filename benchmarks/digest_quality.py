@@ -27,7 +27,7 @@ import numpy.typing as npt
 from kvpager.config import DIGESTS
 from kvpager.core.digest import Digest, make_digest
 from kvpager.core.selection import select
-from kvpager.ports import TileQuery
+from kvpager.ports import Room, TileQuery
 
 Floats = npt.NDArray[np.float32]
 EXAMPLE = "example: OPENBLAS_NUM_THREADS=1 python benchmarks/digest_quality.py trace.npz --kinds 2bit,minmax --json"
@@ -111,9 +111,9 @@ def measure(path: Path, options: argparse.Namespace) -> dict[tuple[str, int, int
 
 def kept(truth: Floats, estimate: Floats, pages: int, options: argparse.Namespace) -> tuple[float, float, float]:
     """True mass kept by the estimate's selection, by the best one, and by the protected pages."""
-    protect = {"sinks": options.sinks, "recent": options.recent}
-    got = truth[select(estimate, pages, **protect).chosen].sum()
-    best = truth[select(truth, pages, **protect).chosen].sum()
+    room = Room(pages, options.sinks, options.recent)
+    got = truth[select(estimate, room)[0]].sum()
+    best = truth[select(truth, room)[0]].sum()
     protected = truth[:, : options.sinks].sum() + truth[:, truth.shape[1] - options.recent :].sum()
     return float(got), float(best), float(protected)
 

@@ -5,7 +5,9 @@ import pytest
 from numpy.typing import ArrayLike
 
 from kvpager.core.policies import POLICY_TYPES
-from kvpager.core.scorer import FIELDS, WINDOW, AttentionScorer, PageNumbers
+from kvpager.core.scorer import FIELDS, AttentionScorer, PageNumbers
+from kvpager.kernels.reference import masses
+from kvpager.ports import WINDOW
 
 LAYERS, HEADS = 3, 2
 
@@ -25,7 +27,8 @@ def look(made: AttentionScorer, row: int, layer: int, head: int, tick: int = 0) 
 
 
 def observe(made: AttentionScorer, mass: ArrayLike, tick: int = 1, row: int = 2, layer: int = 1, head: int = 1) -> None:
-    made.observe(np.array([row]), layer, np.array([head]), np.asarray(mass, np.float32)[None], tick)
+    given = np.asarray(mass, np.float32)[None]
+    made.observe(np.array([row]), layer, np.array([head]), masses(given), given.shape[2], tick)
 
 
 def test_mass_is_the_largest_of_queries_and_group_and_fades_each_time_the_page_is_attended_to():
