@@ -1,1 +1,236 @@
-#include "vec.h"
+// Tokens into frames and back, whole pages copied; layout.h says how a page lies.
+#include "pages.h"
+
+#include "attention_vec.h"
+#include "threads.h"
+
+namespace kvpager::KV_ISA {
+
+namespace {
+
+constexpr int64_t kSmall = 1 << 17;  // bytes, below which waking other threads costs more
+
+template <class F>
+void each_page(int64_t pages, int64_t page_bytes, F&& f) {
+  const int64_t batch = 1 + 32768 / page_bytes;
+  if (pages * page_bytes < kSmall) {
+    for (int64_t i = 0; i < pages; ++i) f(i);
+    return;
+  }
+  parallel((pages + batch - 1) / batch, [&](int64_t b, int) {
+    for (int64_t i = b * batch; i < pages && i < (b + 1) * batch; ++i) f(i);
+  });
+}
+
+struct Plain32 {
+  using Item = float;
+  static KV_INLINE void narrow(const float* from, Item* to, int64_t n) { std::memcpy(to, from, sizeof(float) * n); }
+  static KV_INLINE float widen(Item x) { return x; }
+};
+
+struct Plain16 {
+  using Item = uint16_t;
+  static KV_INLINE void narrow(const float* from, Item* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) store(to + i, narrow_f16(load<f32x16>(from + i)));
+    if (i < n) {
+      const u16x16 last = narrow_f16(joined(load<f32x8>(from + i), f32x8{}));
+      std::memcpy(to + i, &last, 16);
+    }
+  }
+  static KV_INLINE float widen(Item x) {
+    const u16x16 one = {x};
+    return widen_f16(one)[0];
+  }
+};
+
+struct Brain16 {
+  using Item = uint16_t;
+  static KV_INLINE void narrow(const float* from, Item* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(from[i]);
+  }
+  static KV_INLINE float widen(Item x) { return bf16_to_float(x); }
+};
+
+// Where the pair (or single) of channels `c` of token `t` lies among the keys, and among the values, in items.
+struct Places {
+  int64_t dim, block, pair, page;
+  explicit Places(const Layout& l, int64_t pair)
+      : dim(l.head_dim), block(l.block), pair(pair), page(static_cast<int64_t>(l.page_size) * l.head_dim) {}
+  int64_t key(int64_t t, int64_t c) const {
+    return (t / block * (dim / pair) + c / pair) * block * pair + t % block * pair + c % pair;
+  }
+  int64_t value(int64_t t, int64_t c) const { return (t / pair * dim + c) * pair + t % pair; }
+};
+
+template <class P, int kPair>
+void write_page(const TokenArgs& a, int64_t i) {
+  using Item = typename P::Item;
+  const Layout& l = a.view.layout;
+  const Places places(l, kPair);
+  Item* page = reinterpret_cast<Item*>(a.view.frames + a.frames[i] * l.page_bytes);
+  Item* values = page + places.page;
+  Item row[256];
+  for (int64_t t = 0; t < a.tokens; ++t) {
+    const int64_t from = (i * a.tokens + t) * l.head_dim;
+    P::narrow(a.keys + from, row, l.head_dim);
+    Item* key = page + places.key(a.offset + t, 0);
+    for (int64_t c = 0; c < l.head_dim; c += kPair, key += l.block * kPair)
+      std::memcpy(key, row + c, sizeof(Item) * kPair);
+    Item* value = values + places.value(a.offset + t, 0);
+    P::narrow(a.values + from, row, l.head_dim);
+    for (int64_t c = 0; c < l.head_dim; ++c) value[c * kPair] = row[c];
+  }
+}
+
+template <class P, int kPair>
+void read_page(const TokenArgs& a, int64_t i) {
+  using Item = typename P::Item;
+  const Layout& l = a.view.layout;
+  const Places places(l, kPair);
+  const Item* page = reinterpret_cast<const Item*>(a.view.frames + a.frames[i] * l.page_bytes);
+  const Item* values = page + places.page;
+  for (int64_t t = 0; t < l.page_size; ++t) {
+    const int64_t to = i * places.page + t * l.head_dim;
+    const Item* key = page + places.key(t, 0);
+    const Item* value = values + places.value(t, 0);
+    for (int64_t c = 0; c < l.head_dim; c += kPair, key += l.block * kPair)
+      for (int64_t p = 0; p < kPair; ++p) a.keys[to + c + p] = P::widen(key[p]);
+    for (int64_t c = 0; c < l.head_dim; ++c) a.values[to + c] = P::widen(value[c * kPair]);
+  }
+}
+
+// The least bfloat16 that is not below x / 127, for x of 0 and above
+uint16_t scale_above(float x) {
+  const float wanted = x / 127.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &wanted, 4);
+  return static_cast<uint16_t>((bits + 0xFFFFu) >> 16);
+}
+
+int8_t code_of(float x, float scale) {
+  if (scale == 0) return 0;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
+  return static_cast<int8_t>((x / scale + magic) - magic);
+}
+
+// Keys and values [P][D] as codes and scales, in the frame
+void quantise(const Layout& l, const float* keys, const float* values, uint8_t* page) {
+  const Places places(l, 2);
+  for (int64_t c = 0; c < l.head_dim; ++c) {
+    float most = 0;
+    for (int64_t t = 0; t < l.page_size; ++t) {
+      const float x = keys[t * l.head_dim + c], size = x < 0 ? -x : x;
+      most = size > most ? size : most;
+    }
+    const uint16_t bits = scale_above(most);
+    store(page + l.key_scales + 2 * c, bits);
+    const float scale = bf16_to_float(bits);
+    for (int64_t t = 0; t < l.page_size; ++t)
+      page[places.key(t, c)] = static_cast<uint8_t>(code_of(keys[t * l.head_dim + c], scale));
+  }
+  uint8_t* codes = page + l.values;
+  for (int64_t t = 0; t < l.page_size; ++t) {
+    const float* row = values + t * l.head_dim;
+    float most = 0;
+    for (int64_t c = 0; c < l.head_dim; ++c) {
+      const float size = row[c] < 0 ? -row[c] : row[c];
+      most = size > most ? size : most;
+    }
+    const uint16_t bits = scale_above(most);
+    store(page + l.value_scales + 2 * t, bits);
+    const float scale = bf16_to_float(bits);
+    for (int64_t c = 0; c < l.head_dim; ++c) codes[places.value(t, c)] = static_cast<uint8_t>(code_of(row[c], scale));
+  }
+}
+
+void restore(const Layout& l, const uint8_t* page, float* keys, float* values) {
+  const Places places(l, 2);
+  const int8_t* key_codes = reinterpret_cast<const int8_t*>(page);
+  const int8_t* value_codes = reinterpret_cast<const int8_t*>(page + l.values);
+  for (int64_t t = 0; t < l.page_size; ++t) {
+    const float value_scale = bf16_to_float(load<uint16_t>(page + l.value_scales + 2 * t));
+    for (int64_t c = 0; c < l.head_dim; ++c) {
+      const float key_scale = bf16_to_float(load<uint16_t>(page + l.key_scales + 2 * c));
+      keys[t * l.head_dim + c] = static_cast<float>(key_codes[places.key(t, c)]) * key_scale;
+      values[t * l.head_dim + c] = static_cast<float>(value_codes[places.value(t, c)]) * value_scale;
+    }
+  }
+}
+
+void write_coded(const TokenArgs& a, int64_t i) {
+  const Layout& l = a.view.layout;
+  const int64_t size = static_cast<int64_t>(l.page_size) * l.head_dim;
+  uint8_t* page = a.view.frames + a.frames[i] * l.page_bytes;
+  const float* keys = a.keys + i * a.tokens * l.head_dim;
+  const float* values = a.values + i * a.tokens * l.head_dim;
+  if (a.slots[i] < 0) {  // a whole page
+    quantise(l, keys, values, page);
+    return;
+  }
+  float* slot = a.view.slot(a.slots[i]);
+  const size_t bytes = sizeof(float) * static_cast<size_t>(a.tokens * l.head_dim);
+  std::memcpy(slot + a.offset * l.head_dim, keys, bytes);
+  std::memcpy(slot + size + a.offset * l.head_dim, values, bytes);
+  if (a.offset + a.tokens == l.page_size) quantise(l, slot, slot + size, page);
+}
+
+void read_coded(const TokenArgs& a, int64_t i) {
+  const Layout& l = a.view.layout;
+  const int64_t size = static_cast<int64_t>(l.page_size) * l.head_dim;
+  float *keys = a.keys + i * size, *values = a.values + i * size;
+  if (a.slots[i] < 0) {
+    restore(l, a.view.frames + a.frames[i] * l.page_bytes, keys, values);
+    return;
+  }
+  const float* slot = a.view.slot(a.slots[i]);
+  std::memcpy(keys, slot, sizeof(float) * static_cast<size_t>(size));
+  std::memcpy(values, slot + size, sizeof(float) * static_cast<size_t>(size));
+}
+
+void write(const TokenArgs& a) {
+  const int64_t bytes = a.tokens * a.view.layout.head_dim * 8;
+  switch (a.view.layout.dtype) {
+    case DType::float32: each_page(a.pages, bytes, [&](int64_t i) { write_page<Plain32, 1>(a, i); }); break;
+    case DType::float16: each_page(a.pages, bytes, [&](int64_t i) { write_page<Plain16, 1>(a, i); }); break;
+    case DType::bfloat16: each_page(a.pages, bytes, [&](int64_t i) { write_page<Brain16, 2>(a, i); }); break;
+    default: each_page(a.pages, bytes, [&](int64_t i) { write_coded(a, i); });
+  }
+}
+
+void read(const TokenArgs& a) {
+  const int64_t bytes = a.tokens * a.view.layout.head_dim * 8;
+  switch (a.view.layout.dtype) {
+    case DType::float32: each_page(a.pages, bytes, [&](int64_t i) { read_page<Plain32, 1>(a, i); }); break;
+    case DType::float16: each_page(a.pages, bytes, [&](int64_t i) { read_page<Plain16, 1>(a, i); }); break;
+    case DType::bfloat16: each_page(a.pages, bytes, [&](int64_t i) { read_page<Brain16, 2>(a, i); }); break;
+    default: each_page(a.pages, bytes, [&](int64_t i) { read_coded(a, i); });
+  }
+}
+
+void copy(const FrameView& view, const int64_t* from, const int64_t* to, int64_t pages) {
+  const size_t bytes = view.layout.page_bytes;
+  // targets are distinct and no source: pages can be copied in any order
+  each_page(pages, static_cast<int64_t>(bytes),
+            [&](int64_t i) { std::memcpy(view.frames + to[i] * bytes, view.frames + from[i] * bytes, bytes); });
+}
+
+void load_pages(const FrameView& view, const int64_t* frames, const uint8_t* bytes, int64_t pages) {
+  const size_t size = view.layout.page_bytes;
+  each_page(pages, static_cast<int64_t>(size),
+            [&](int64_t i) { std::memcpy(view.frames + frames[i] * size, bytes + i * size, size); });
+}
+
+void dump(const FrameView& view, const int64_t* frames, uint8_t* bytes, int64_t pages) {
+  const size_t size = view.layout.page_bytes;
+  each_page(pages, static_cast<int64_t>(size),
+            [&](int64_t i) { std::memcpy(bytes + i * size, view.frames + frames[i] * size, size); });
+}
+
+constexpr PagesTable kTable{write, read, copy, load_pages, dump};
+
+}  // namespace
+
+const PagesTable& pages_table() { return kTable; }
+
+}  // namespace kvpager::KV_ISA

@@ -1,0 +1,157 @@
+// The inner loops of attention: blocks of rows (queries) held in registers while keys or values stream by. For kernel
+// sources alone.
+#pragma once
+
+#include "attention_elements.h"
+
+namespace kvpager::KV_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kScoreRows = 16, kMixRows = 4, kMixVectors = 4;  // 16 accumulators of the 32 registers
+#else
+constexpr int kScoreRows = 4, kMixRows = 2, kMixVectors = 2;
+#endif
+
+KV_INLINE void prefetch(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
+
+// Products of `rows` queries with 16 keys. q: multipliers, `stride` from row to row. kTwo: keys of 8 tokens at `k` and
+// 8 more at `k2` (pages of 8); else 16 at `k`. `ahead` is as long as the keys, and wanted soon. Writes
+// scores[r * width .. + 16] = product * scale.
+template <class E, int kRows, bool kTwo>
+void score_rows(const uint8_t* k, const uint8_t* k2, const typename E::M* q, int64_t stride, int steps,
+                const uint8_t* ahead, float scale, float* scores, int64_t width) {
+  // several sums a row where there are few rows: one instruction must wait some cycles for the one before it
+  constexpr int kSplit = kRows == 1 ? 4 : kRows <= 4 ? 2 : 1;
+  constexpr int kStep = 16 * E::kPair * E::kItem / (kTwo ? 2 : 1);
+  f32x16 sum[kRows][kSplit] = {};
+  for (int i = 0; i < steps; i += kSplit) {
+    for (int s = 0; s < kSplit; ++s) {
+      const int64_t at = static_cast<int64_t>(i + s) * kStep;
+      typename E::Raw raw;
+      if constexpr (kTwo)
+        raw = joined(load<typename E::RawHalf>(k + at), load<typename E::RawHalf>(k2 + at));
+      else
+        raw = load<typename E::Raw>(k + at);
+      prefetch(ahead + at);
+      const typename E::Operand x = E::widen(raw);
+      for (int r = 0; r < kRows; ++r) sum[r][s] = E::dot(sum[r][s], x, q + r * stride + (i + s) * E::kMult);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    f32x16 all = sum[r][0];
+    for (int s = 1; s < kSplit; ++s) all += sum[r][s];
+    store(scores + r * width, all * scale);
+  }
+}
+
+template <class E, bool kTwo>
+void score(const uint8_t* k, const uint8_t* k2, const typename E::M* q, int64_t stride, int rows, int steps,
+           const uint8_t* ahead, float scale, float* scores, int64_t width) {
+  while (rows > 0) {
+    int done;
+    if (kScoreRows >= 16 && rows >= 16) {
+      score_rows<E, kScoreRows, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
+      done = kScoreRows;
+    } else if (kScoreRows >= 8 && rows >= 8) {
+      score_rows<E, (kScoreRows >= 8 ? 8 : 1), kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
+      done = 8;
+    } else if (rows >= 4) {
+      score_rows<E, 4, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
+      done = 4;
+    } else if (rows == 3) {
+      score_rows<E, 3, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
+      done = 3;
+    } else if (rows == 2) {
+      score_rows<E, 2, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
+      done = 2;
+    } else {
+      score_rows<E, 1, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
+      done = 1;
+    }
+    rows -= done;
+    q += done * stride;
+    scores += done * width;
+    ahead = k;  // once is enough
+  }
+}
+
+// A run of pages whose values are mixed: where they lie, and what is wanted soon (each as long as the values).
+struct Run {
+  const uint8_t* const* values;
+  const uint8_t* const* ahead;
+  int pages;
+  int steps;       // of each page: P / kPair
+  int64_t stride;  // bytes from step to step
+};
+
+// out[r][16 * kVectors] += weights[r] . values. `weights`: multipliers, `weight_stride` from row to row.
+// kHalf: only 8 channels are there, and the upper half of the one vector gets nothing.
+template <class E, int kRows, int kVectors, bool kHalf>
+void mix_rows(const Run& run, int64_t offset, bool first, const typename E::M* weights, int64_t weight_stride,
+              float* out, int64_t out_stride) {
+  constexpr int kStep = 16 * E::kPair * E::kItem;
+  f32x16 sum[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = load<f32x16>(out + r * out_stride + 16 * j);
+  const typename E::M* w = weights;
+  for (int page = 0; page < run.pages; ++page) {
+    const uint8_t* v = run.values[page] + offset;
+    const int64_t ahead = (first ? run.ahead[page] : run.values[page]) + offset - v;
+    for (int step = 0; step < run.steps; ++step, v += run.stride, w += E::kMult) {
+      for (int j = 0; j < kVectors; ++j) {
+        typename E::Raw raw;
+        if constexpr (kHalf)
+          raw = joined(load<typename E::RawHalf>(v), typename E::RawHalf{});
+        else
+          raw = load<typename E::Raw>(v + j * kStep);
+        prefetch(v + ahead + j * kStep);
+        const typename E::Operand x = E::widen(raw);
+        for (int r = 0; r < kRows; ++r) sum[r][j] = E::dot(sum[r][j], x, w + r * weight_stride);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kVectors; ++j) store(out + r * out_stride + 16 * j, sum[r][j]);
+}
+
+template <class E, int kVectors, bool kHalf>
+void mix_columns(const Run& run, int64_t offset, const typename E::M* weights, int64_t weight_stride, int rows,
+                 float* out, int64_t out_stride) {
+  bool first = true;
+  while (rows > 0) {
+    int done;
+    if (kMixRows >= 4 && rows >= 4) {
+      mix_rows<E, kMixRows, kVectors, kHalf>(run, offset, first, weights, weight_stride, out, out_stride);
+      done = kMixRows;
+    } else if (kMixRows >= 3 && rows == 3) {
+      mix_rows<E, (kMixRows >= 3 ? 3 : 1), kVectors, kHalf>(run, offset, first, weights, weight_stride, out,
+                                                            out_stride);
+      done = 3;
+    } else if (rows >= 2) {
+      mix_rows<E, 2, kVectors, kHalf>(run, offset, first, weights, weight_stride, out, out_stride);
+      done = 2;
+    } else {
+      mix_rows<E, 1, kVectors, kHalf>(run, offset, first, weights, weight_stride, out, out_stride);
+      done = 1;
+    }
+    rows -= done;
+    weights += done * weight_stride;
+    out += done * out_stride;
+    first = false;
+  }
+}
+
+// out[r][D] += weights[r] . values, for all channels.
+template <class E>
+void mix(const Run& run, int dim, const typename E::M* weights, int64_t weight_stride, int rows, float* out,
+         int64_t out_stride) {
+  constexpr int64_t kBytes = E::kPair * E::kItem;
+  int c = 0;
+  for (; c + 16 * kMixVectors <= dim; c += 16 * kMixVectors)
+    mix_columns<E, kMixVectors, false>(run, c * kBytes, weights, weight_stride, rows, out + c, out_stride);
+  for (; c + 16 <= dim; c += 16)
+    mix_columns<E, 1, false>(run, c * kBytes, weights, weight_stride, rows, out + c, out_stride);
+  if (c < dim) mix_columns<E, 1, true>(run, c * kBytes, weights, weight_stride, rows, out + c, out_stride);
+}
+
+}  // namespace kvpager::KV_ISA

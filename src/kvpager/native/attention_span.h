@@ -1,0 +1,268 @@
+// Attention of up to 32 rows (queries of one KV head) over a span of its pages: chunk by chunk scores, softmax, mix.
+// The softmax over chunks is the online one (Milakov and Gimelshein, arXiv 1805.02867). For kernel sources alone.
+#pragma once
+
+#include "attention.h"
+#include "attention_blocks.h"
+#include "attention_expand.h"
+
+namespace kvpager::KV_ISA {
+
+constexpr int kRows = 32;          // most rows of a span
+constexpr int kChunk = 256;        // tokens whose scores are held at once
+constexpr int kVectors = kChunk / 16;
+constexpr int kMostPages = kChunk / 8;
+constexpr int kMostDim = 256;
+constexpr int kSpare = 64 * 1024;  // bytes: at least two pages' values of any type
+constexpr int kAhead = 4;          // pages
+
+// What a span leaves: sums of rows not yet divided by `total`, relative to `top`.
+struct SpanResult {
+  float* out;    // [rows][width], width is D in whole vectors of 16
+  float* top;    // [rows]
+  float* total;  // [rows]
+};
+
+// kExpand: pages are int8 and E is BFloat16.
+template <class E, bool kExpand>
+class Span {
+ public:
+  using M = typename E::M;
+
+  // q: packed queries of these rows; row0: the first row's number among the head's G * T
+  Span(const AttendArgs& args, const M* q, int64_t row0, int rows, const SpanResult& result)
+      : a_(args), l_(args.view.layout), q_(q), row0_(row0), rows_(rows), result_(result),
+        stride_(static_cast<int64_t>(l_.head_dim) / E::kPair * E::kMult), width_((l_.head_dim + 15) / 16 * 16),
+        value_bytes_(static_cast<int64_t>(l_.page_size) * l_.head_dim * E::kItem) {
+    for (int r = 0; r < rows; ++r) {
+      result.top[r] = -kInf;
+      result.total[r] = 0;
+    }
+    std::memset(result.out, 0, sizeof(float) * static_cast<size_t>(rows) * width_);
+  }
+
+  void run(int64_t first, int64_t last) {
+    const int per_chunk = kChunk / l_.page_size;
+    for (int64_t page = first; page < last; page += per_chunk) {
+      const int count = static_cast<int>(last - page < per_chunk ? last - page : per_chunk);
+      scores(page, count, last);
+      for (int r = 0; r < rows_; ++r) softmax(r, page, count);
+      mix_chunk(page, count, last);
+    }
+  }
+
+ private:
+  const uint8_t* frame(int64_t page) const { return a_.view.frames + a_.frames[page] * l_.page_bytes; }
+
+  // The staging slot of a page that is not full, or null.
+  const float* slot(int64_t page) const {
+    if (!kExpand || a_.counts[page] == l_.page_size) return nullptr;
+    const int32_t slot = a_.view.staged[a_.frames[page]];
+    return slot < 0 ? nullptr : a_.view.slot(slot);
+  }
+
+  // The tokens of a page that the query at `position` sees.
+  void visible(int64_t page, int64_t position, int& low, int& high) const {
+    const int64_t start = a_.starts[page];
+    int64_t h = position - start + 1 < a_.counts[page] ? position - start + 1 : a_.counts[page];
+    int64_t l = a_.window ? position - a_.window + 1 - start : 0;
+    h = h < 0 ? 0 : h;
+    low = static_cast<int>(l < 0 ? 0 : l > h ? h : l);
+    high = static_cast<int>(h);
+  }
+
+  bool whole(int64_t page) const {
+    const int64_t start = a_.starts[page], last = a_.start + a_.tokens - 1;
+    return a_.counts[page] == l_.page_size && start + l_.page_size - 1 <= a_.start &&
+           (!a_.window || start > last - a_.window);
+  }
+
+  const uint8_t* keys(int64_t page, uint8_t* spare) const {
+    if constexpr (kExpand) {
+      if (const float* held = slot(page))
+        expand_slot_keys(l_, held, reinterpret_cast<uint16_t*>(spare));
+      else
+        expand_keys(l_, frame(page), spare);
+      return spare;
+    }
+    return frame(page);
+  }
+
+  // What is wanted soon while half a page is read: first all keys of a chunk are, then all of its values.
+  const uint8_t* ahead(int64_t page, int count, int index, bool values, int64_t last, const uint8_t* self) const {
+    int64_t next = index + kAhead * 2;
+    bool of_values = values;
+    if (next >= count) {
+      next -= count;
+      if (values) next += count;
+      of_values = !values;
+    }
+    const int64_t target = page + next;
+    if (next < 0 || target >= last || (of_values && next >= count)) return self;
+    return frame(target) + (of_values ? l_.values : 0);
+  }
+
+  void scores(int64_t page, int count, int64_t last) {
+    const int steps = l_.head_dim / E::kPair;
+    const int64_t block_bytes = static_cast<int64_t>(steps) * l_.block * E::kPair * E::kItem;
+    if (l_.page_size == 8) {
+      for (int i = 0; i < count; i += 2) {
+        const int second = i + 1 < count ? i + 1 : i;
+        const uint8_t* k = keys(page + i, spare_);
+        const uint8_t* k2 = keys(page + second, spare_ + kSpare / 2);
+        score<E, true>(k, k2, q_, stride_, rows_, steps, kExpand ? k : ahead(page, count, i, false, last, k), a_.scale,
+                       scores_ + 8 * i, kChunk);
+        finish(page + i, 8 * i, second == i ? -1 : page + second);
+      }
+      return;
+    }
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* k = keys(page + i, spare_);
+      const uint8_t* next = ahead(page, count, i, false, last, k);
+      for (int block = 0; block < l_.page_size / 16; ++block) {
+        const int at = i * l_.page_size + 16 * block;
+        score<E, false>(k + block * block_bytes, nullptr, q_, stride_, rows_, steps,
+                        (kExpand ? k : next) + block * block_bytes, a_.scale, scores_ + at, kChunk);
+        finish(page + i, at, -2, 16 * block);
+      }
+    }
+  }
+
+  // Soft-capping, and -inf for what is hidden, in one vector of scores of all rows. Its tokens: from `offset` on of
+  // `page`; where second is not -2, 8 of `page` and 8 of `second` (-1: none).
+  void finish(int64_t page, int at, int64_t second, int offset = 0) {
+    if (a_.softcap > 0)
+      for (int r = 0; r < rows_; ++r) {
+        float* s = scores_ + r * kChunk + at;
+        store(s, tanh(load<f32x16>(s) / a_.softcap) * a_.softcap);
+      }
+    if (whole(page) && (second == -2 || (second >= 0 && whole(second)))) return;
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int r = 0; r < rows_; ++r) {
+      const int64_t position = a_.start + (row0_ + r) % a_.tokens;
+      int low, high;
+      visible(page, position, low, high);
+      i32x16 seen = (lane + offset >= low) & (lane + offset < high);
+      if (second != -2) {
+        int low2 = 0, high2 = 0;
+        if (second >= 0) visible(second, position, low2, high2);
+        const i32x16 seen2 = (lane - 8 >= low2) & (lane - 8 < high2);
+        seen = lane < 8 ? seen : seen2;
+      }
+      float* s = scores_ + r * kChunk + at;
+      store(s, seen ? load<f32x16>(s) : splat(-kInf));
+    }
+  }
+
+  void softmax(int r, int64_t page, int count) {
+    float* s = scores_ + r * kChunk;
+    const int vectors = (count * l_.page_size + 15) / 16;
+    f32x16 most = load<f32x16>(s);
+    for (int i = 1; i < vectors; ++i) most = max(most, load<f32x16>(s + 16 * i));
+    const float before = result_.top[r], here = top_of(most);
+    const float top = before > here ? before : here;
+    const float safe = top == -kInf ? 0 : top;
+    f32x16 weights[kVectors] = {};
+    f32x16 total = {};
+    for (int i = 0; i < vectors; ++i) {
+      weights[i] = exp(load<f32x16>(s + 16 * i) - safe);
+      total += weights[i];
+      E::pack(weights_ + r * kWeights + i * (16 / E::kPair * E::kMult), weights[i]);
+    }
+    result_.top[r] = top;
+    if (top != before) {
+      const f32x16 factor = exp(splat(before - safe));
+      result_.total[r] *= factor[0];
+      float* out = result_.out + r * width_;
+      for (int c = 0; c < width_; c += 16) store(out + c, load<f32x16>(out + c) * factor);
+    }
+    result_.total[r] += sum_of(total);
+    if (a_.page_lse) masses(r, page, count, weights, safe);
+  }
+
+  void masses(int r, int64_t page, int count, const f32x16* weights, float safe) {
+    alignas(64) float found[kMostPages];
+    if (l_.page_size == 8) {  // lane i of a half: page 2 i, lane 8 + i: page 2 i + 1
+      for (int half = 0; half < 2; ++half) {
+        const f32x16 x = half_sums(weights + 8 * half);
+        store(found + 16 * half, __builtin_shufflevector(x, x, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+      }
+      store(found + 16, log(load<f32x16>(found + 16)) + safe);
+    } else {
+      f32x16 x = sums(weights);
+      if (l_.page_size == 32) {
+        x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+        x = __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
+      }
+      store(found, x);
+    }
+    store(found, log(load<f32x16>(found)) + safe);
+    const int64_t rows = a_.group * a_.tokens;
+    float* to = a_.page_lse + page * rows + row0_ + r;
+    for (int i = 0; i < count; ++i) to[i * rows] = found[i];
+  }
+
+  // A page's values with zeros for tokens that no query sees: zero weight times a stray NaN would be NaN.
+  const uint8_t* values(int64_t page, uint8_t* spare) const {
+    const uint8_t* from = frame(page) + l_.values;
+    if constexpr (kExpand) {
+      if (const float* held = slot(page))
+        expand_slot_values(l_, held + static_cast<int64_t>(l_.page_size) * l_.head_dim,
+                           reinterpret_cast<uint16_t*>(spare));
+      else
+        expand_values(l_, frame(page), spare);
+    } else {
+      std::memcpy(spare, from, static_cast<size_t>(value_bytes_));
+    }
+    int low, high, low2, high2;
+    visible(page, a_.start, low, high2);
+    visible(page, a_.start + a_.tokens - 1, low2, high);
+    for (int t = 0; t < l_.page_size; ++t) {
+      if (t >= low && t < high) continue;
+      uint8_t* at = spare + (static_cast<int64_t>(t / E::kPair) * l_.head_dim * E::kPair + t % E::kPair) * E::kItem;
+      for (int c = 0; c < l_.head_dim; ++c) std::memset(at + c * E::kPair * E::kItem, 0, E::kItem);
+    }
+    return spare;
+  }
+
+  void mix_chunk(int64_t page, int count, int64_t last) {
+    const uint8_t* found[kMostPages];
+    const uint8_t* next[kMostPages];
+    Run run{found, next, 0, l_.page_size / E::kPair, static_cast<int64_t>(l_.head_dim) * E::kPair * E::kItem};
+    const int page_weights = l_.page_size / E::kPair * E::kMult;
+    int begin = 0;
+    uint8_t* spare = spare_;
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* v;
+      if (kExpand || !whole(page + i)) {
+        v = values(page + i, spare);
+        spare += value_bytes_;
+      } else {
+        v = frame(page + i) + l_.values;
+      }
+      found[run.pages] = v;
+      next[run.pages++] = kExpand ? v : ahead(page, count, i, true, last, v);
+      if (i + 1 == count || spare + value_bytes_ > spare_ + kSpare) {
+        mix<E>(run, l_.head_dim, weights_ + begin * page_weights, kWeights, rows_, result_.out, width_);
+        begin = i + 1;
+        run.pages = 0;
+        spare = spare_;
+      }
+    }
+  }
+
+  static constexpr int kWeights = kChunk / E::kPair * E::kMult;
+
+  const AttendArgs& a_;
+  const Layout& l_;
+  const M* q_;
+  const int64_t row0_;
+  const int rows_;
+  const SpanResult result_;
+  const int64_t stride_, width_, value_bytes_;
+  alignas(64) float scores_[kRows * kChunk];
+  alignas(64) M weights_[kRows * kWeights];
+  alignas(64) uint8_t spare_[kSpare];
+};
+
+}  // namespace kvpager::KV_ISA
