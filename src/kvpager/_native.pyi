@@ -56,3 +56,36 @@ def settle(
     output: FloatArray | None,
     masses: FloatArray,
 ) -> None: ...
+
+# digests
+
+class DigestStore:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, page_size: int) -> None: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def scratch_nbytes(self) -> int: ...
+    def grow(self, rows: int) -> None: ...
+    def build(self, layer: int, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.float32]) -> None: ...
+    def choose(
+        self,
+        layer: int,
+        rows: npt.NDArray[np.int64],
+        queries: npt.NDArray[np.float32],
+        starts: npt.NDArray[np.int64],
+        own_lse: npt.NDArray[np.float32],
+        start: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sample: int,
+        room: int,
+        sinks: int,
+        recent: int,
+        chosen: npt.NDArray[np.bool_],
+        ratio: npt.NDArray[np.float32],
+    ) -> float: ...

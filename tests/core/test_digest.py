@@ -11,7 +11,7 @@ import pytest
 
 from kvpager.config import DIGESTS
 from kvpager.core import digest as digest_module
-from kvpager.core.digest import CodedDigest, Digest, make_digest
+from kvpager.core.digest import CodedDigest, Digest, looks, make_digest
 from kvpager.errors import ConfigError
 from kvpager.ports import TileQuery
 
@@ -244,3 +244,36 @@ def test_no_candidates_give_no_mass() -> None:
 def test_an_unknown_kind_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'3bit' is not one of 2bit"):
         make_digest("3bit", 1, 1, 16, 16)
+
+
+def test_each_query_head_of_a_group_looks_from_other_positions() -> None:
+    member, token = looks(group=3, tokens=12, sample=4)
+    assert member.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert token.tolist() == [3, 7, 11, 2, 6, 10, 1, 5, 9]
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 64])
+@pytest.mark.parametrize("sample", [1, 2, 3, 7, 100])
+def test_every_query_head_looks_and_the_last_query_always_takes_part(group: int, tokens: int, sample: int) -> None:
+    member, token = looks(group, tokens, sample)
+    assert set(member.tolist()) == set(range(group))
+    assert token[member == 0].max() == tokens - 1
+    assert token.min() >= 0
+    for one in range(group):
+        assert (np.diff(token[member == one]) == sample).all()
+        assert tokens // sample <= (member == one).sum() + 1
+    if sample == 1:
+        assert token.tolist() == list(range(tokens)) * group
+
+
+@pytest.mark.parametrize("kind", ["2bit", "minmax"])
+def test_a_sampled_query_sees_what_it_sees_among_all(kind: str) -> None:
+    rng = np.random.default_rng(10)
+    digest = built(kind, random_keys(rng, 20, 16, 24))
+    tile, starts = random_tile(rng, 30, 24, start=320, window=150, cap=3.0), np.arange(20) * 16
+    own = rng.normal(size=(HEADS * GROUP, 30)).astype(np.float32)
+    member, token = looks(GROUP, 30, 4)
+    every = digest.shares(0, np.arange(20), tile, starts, own)
+    some = digest.shares(0, np.arange(20), tile, starts, own, 4)
+    np.testing.assert_allclose(some, every[:, :, member * 30 + token], rtol=1e-5, atol=1e-7)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from kvpager.core.selection import choose
 from kvpager.errors import ConfigError
 from kvpager.ports import Choice, FloatArray, IntArray, Room, TileQuery
 
-__all__ = ["BoxDigest", "CodedDigest", "Digest", "make_digest"]
+__all__ = ["BoxDigest", "CodedDigest", "Digest", "looks", "make_digest"]
 
 SUBMEANS = 8
 BOX_BLOCK = 8  # boxes that one matrix product takes together
@@ -117,11 +116,9 @@ class Digest(ABC):
     ) -> Choice:
         """Choose among the pages of built rows [n], as in :class:`kvpager.ports.Digest`.
 
-        Every `sample`-th query of the tile takes part, its last one always.
+        Of each query head every `sample`-th query of the tile takes part (see `looks`).
         """
-        looked = slice((tile.queries.shape[1] - 1) % self.sample, None, self.sample)
-        seen = replace(tile, queries=tile.queries[:, looked], start=tile.start + looked.start)
-        return choose(self.shares(layer, rows, seen, starts, own_lse[:, looked], stride=self.sample), room)
+        return choose(self.shares(layer, rows, tile, starts, own_lse, self.sample), room)
 
     def shares(
         self,
@@ -130,7 +127,7 @@ class Digest(ABC):
         tile: TileQuery,
         starts: IntArray,
         own_lse: FloatArray | None = None,
-        stride: int = 1,
+        sample: int = 1,
     ) -> FloatArray:
         """Estimated attention mass of candidate pages, query by query.
 
@@ -140,14 +137,16 @@ class Digest(ABC):
         own_lse  float32 [H * G, T]: log-sum-exp of each query's scores of the tile's own keys. With it, masses are
                  shares of all attention and not of the candidates' alone: a third to a half of what 2-bit selection
                  loses against the best one is won back (measured by benchmarks/digest_quality.py)
-        stride   positions from one query to the next
+        sample   which queries take part, W of each KV head: see `looks`
 
-        Returns float32 [n, H, G * T]. Each query's softmax is taken by itself; queries are never averaged. A query
+        Returns float32 [n, H, W]. Each query's softmax is taken by itself; queries are never averaged. A query
         whose window hides every candidate gives nothing to any.
         """
         n, heads = len(rows), self.kv_heads
-        queries = tile.queries.reshape(heads, -1, self.head_dim)
-        width = queries.shape[1]
+        query_heads, tokens, head_dim = tile.queries.shape
+        member, token = looks(query_heads // heads, tokens, sample)
+        queries = tile.queries.reshape(heads, -1, tokens, head_dim)[:, member, token]
+        width = len(token)
         if n == 0:
             return np.zeros((0, heads, width), np.float32)
         features = self._features(queries * np.float32(tile.scale))
@@ -160,32 +159,34 @@ class Digest(ABC):
             part = slice(low, min(low + slab, n))
             taken = slice(int(rows[0]) + low, int(rows[0]) + part.stop) if ascending else rows[part]
             scores = self._scores(layer, taken, part.stop - low, features)
-            self._cap_and_hide(scores, tile, starts[part], stride)
+            self._cap_and_hide(scores, tile, starts[part], tile.start + token)
             np.maximum(scores.max(axis=0).max(axis=1), LOWEST, out=peaks[i])
             scores -= peaks[i][:, None, :]
             np.exp(scores, out=scores)
             np.sum(scores, axis=2, out=shares[part])
-        return _normalised(shares, peaks, slab, None if own_lse is None else own_lse.reshape(heads, width))
+        own = None if own_lse is None else own_lse.reshape(heads, -1, tokens)[:, member, token]
+        return _normalised(shares, peaks, slab, own)
 
-    def _cap_and_hide(self, scores: FloatArray, tile: TileQuery, starts: IntArray, stride: int) -> None:
-        """Apply the soft cap, and the window: a unit seen in part counts by the share of its tokens seen."""
+    def _cap_and_hide(self, scores: FloatArray, tile: TileQuery, starts: IntArray, positions: IntArray) -> None:
+        """Apply the soft cap, and the window: a unit seen in part counts by the share of its tokens seen.
+
+        scores [n, H, U, W] of queries at `positions` [W].
+        """
         if tile.softcap is not None:
             scores *= np.float32(1 / tile.softcap)
             np.tanh(scores, out=scores)
             scores *= np.float32(tile.softcap)
         if tile.window is None:
             return
-        tokens = tile.queries.shape[1]
-        first_seen = tile.start + stride * np.arange(tokens) - tile.window + 1
-        if starts.min() >= first_seen[-1]:
+        first_seen = positions - tile.window + 1
+        if starts.min() >= first_seen.max():
             return
         span = self.page_size // self.units
         ends = starts[:, None] + np.arange(1, self.units + 1) * span
         seen = np.clip(ends[:, :, None] - first_seen, 0, span)
         with np.errstate(divide="ignore"):
             log_share = np.log(seen.astype(np.float32) / np.float32(span))
-        by_query = scores.reshape(*scores.shape[:3], -1, tokens)  # splitting the last axis: always a view
-        by_query += log_share[:, None, :, None, :]
+        scores += log_share[:, None]
 
     def _buffer(self, name: str, *shape: int) -> FloatArray:
         """Reused scratch of a shape; its content is whatever was there."""
@@ -330,10 +331,26 @@ class BoxDigest(Digest):
         return by_page.reshape(blocks * BOX_BLOCK, heads, 1, width)[:pages]
 
 
+def looks(group: int, tokens: int, sample: int) -> tuple[IntArray, IntArray]:
+    """Which queries of a tile choose its pages: of each query head in a group every `sample`-th, counted from the end.
+
+    The first query head looks from the tile's last query; each further one begins ``sample / group`` positions earlier,
+    so that a group together sees more positions than one head could. Queries are never pooled: the mean of rotated
+    queries says nothing (docs/decisions/0006).
+
+    Returns the member of the group and the token of each look, int [W] each, by member, then by token.
+    """
+    members = []
+    for member in range(group):
+        last = tokens - 1 - min(sample * member // group, tokens - 1)
+        members.append(np.arange(last % sample, last + 1, sample))
+    return np.repeat(np.arange(group), [len(part) for part in members]), np.concatenate(members)
+
+
 def make_digest(kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int = 1) -> Digest:
     """A digest of one of `kvpager.config.DIGESTS`, without rows yet; raises ConfigError for another kind.
 
-    Every `sample`-th query of a tile chooses.
+    Of each query head every `sample`-th query of a tile takes part in a choice.
     """
     shape = (layers, kv_heads, head_dim, page_size)
     made: Digest

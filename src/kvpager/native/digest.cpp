@@ -1,1 +1,387 @@
-#include "vec.h"
+#include "digest.h"
+
+#include "digest_build.h"
+#include "digest_dot.h"
+#include "digest_pick.h"
+#include "threads.h"
+
+namespace kvpager::KV_ISA {
+
+namespace {
+
+constexpr int kPages = 16;     // a chunk: pages that are looked at together, one a lane
+constexpr int kRows = 8;       // queries that are looked at together
+constexpr float kLowest = -1e30f;  // stands in for a peak of -inf, so that -inf - peak stays -inf
+constexpr float kLog2E = 1.44269504088896341f;
+
+// What one choice keeps for itself. Scores are logarithms to base 2; shapes use H (KV heads), R (looks of a head),
+// W (R in whole vectors) and C (chunks).
+struct Plan {
+  int64_t looks, wide, chunks;
+  int32_t* small;    // [H][R][D/4][kWeights]: queries in 8 bits, for the keys' steps
+  int32_t* fine;     // [H][R][D/4][2]: in 16 bits, for the offsets; pairs of channels 0 and 2, then 1 and 3
+  float* small_scale;  // [H][W]
+  float* fine_scale;   // [H][W]
+  float* own;        // [H][W]: log-sum-exp of the tile's own keys
+  int64_t* first;    // [H][W]: first position that each look sees
+  float* peaks;      // [H][C][W]: each look's largest score, then what its sums are to be multiplied with
+  float* sums;       // [H][C][R][16]: sums of exponentials relative to the peak, a page each
+  float* wanted;     // [H][C][16]
+  float* mass;       // [H][C][16]
+  uint32_t* candidates;  // [H * C * 16]
+  size_t bytes;
+
+  Plan(const DigestShape& shape, int64_t pages, int64_t looks_of_head, void* scratch) : looks(looks_of_head) {
+    wide = (looks + 15) / 16 * 16;
+    chunks = (pages + kPages - 1) / kPages;
+    char* at = static_cast<char*>(scratch);
+    bytes = 0;
+    auto take = [&](auto*& array, int64_t count) {
+      array = reinterpret_cast<__typeof__(&*array)>(at + bytes);
+      bytes += (static_cast<size_t>(count) * sizeof(*array) + 63) / 64 * 64;
+    };
+    const int64_t heads = shape.heads, groups = shape.head_dim / 4;
+    take(small, heads * looks * groups * kWeights);
+    take(fine, heads * looks * groups * 2);
+    take(small_scale, heads * wide);
+    take(fine_scale, heads * wide);
+    take(own, heads * wide);
+    take(first, heads * wide);
+    take(peaks, heads * chunks * wide);
+    take(sums, heads * chunks * looks * kPages);
+    take(wanted, heads * chunks * kPages);
+    take(mass, heads * chunks * kPages);
+    take(candidates, heads * chunks * kPages);
+  }
+};
+
+// To whole numbers, ties to even; |x| below 2^22.
+KV_INLINE Lanes<8>::i32 rounded(f32x8 x) {
+  const f32x8 magic = f32x8{} + 12582912.0f;
+  return (Lanes<8>::i32)(x + magic) - (Lanes<8>::i32)magic;
+}
+
+void prepare_query(const float* query, int head_dim, int32_t* small, int32_t* fine, float* small_scale,
+                   float* fine_scale) {
+  typedef int16_t i16x8 __attribute__((vector_size(16)));
+  f32x8 most{};
+  for (int d = 0; d < head_dim; d += 8) {
+    const f32x8 x = load<f32x8>(query + d), size = x < 0 ? -x : x;
+    most = size > most ? size : most;
+  }
+  float largest = 1e-30f;
+  for (int lane = 0; lane < 8; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+  *small_scale = largest / 127;
+  *fine_scale = largest / 32767;
+  const f32x8 to_small = f32x8{} + 127 / largest, to_fine = f32x8{} + 32767 / largest;
+  for (int d = 0; d < head_dim; d += 8) {
+    const f32x8 x = load<f32x8>(query + d);
+    const i16x8 exact = __builtin_convertvector(rounded(x * to_fine), i16x8);
+    store(fine + d / 2, __builtin_shufflevector(exact, exact, 0, 2, 1, 3, 4, 6, 5, 7));
+#if KV_VNNI
+    typedef int8_t i8x8 __attribute__((vector_size(8)));
+    store(small + d / 4, __builtin_convertvector(rounded(x * to_small), i8x8));
+#else
+    const i16x8 rough = __builtin_convertvector(rounded(x * to_small), i16x8);
+    store(small + d / 2, __builtin_shufflevector(rough, rough, 0, 2, 1, 3, 4, 6, 5, 7));
+#endif
+  }
+}
+
+// All looks of one KV head, by query head, then by position.
+void prepare(const DigestChoice& c, const Plan& plan, int head) {
+  const int dim = c.shape.head_dim, groups = dim / 4;
+  const Looks looks{c.tokens, c.sample, c.group};
+  int64_t row = head * plan.wide, at = head * plan.looks;
+  for (int g = 0; g < c.group; ++g) {
+    const int64_t query_head = head * c.group + g, count = looks.count(g);
+    for (int64_t i = 0; i < count; ++i, ++row, ++at) {
+      const int64_t token = c.tokens - 1 - looks.back(g) - (count - 1 - i) * c.sample;
+      const float* query = c.queries + query_head * c.head_stride + token * c.token_stride;
+      prepare_query(query, dim, plan.small + at * groups * kWeights, plan.fine + at * groups * 2,
+                    plan.small_scale + row, plan.fine_scale + row);
+      plan.small_scale[row] *= 3 * c.scale * kLog2E;  // a table holds steps of code 3
+      plan.fine_scale[row] *= c.scale * kLog2E;
+      plan.own[row] = c.own_lse[query_head * c.tokens + token] * kLog2E;
+      plan.first[row] = c.window ? c.start + token - c.window + 1 : 0;
+    }
+  }
+}
+
+KV_INLINE void transpose(i32x16 (&rows)[16]) {
+  // four rounds of the perfect shuffle: lane i of row j goes to lane j of row i
+  for (int round = 0; round < 4; ++round) {
+    i32x16 next[16];
+    for (int i = 0; i < 8; ++i) {
+      next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
+                                            15, 31);
+    }
+    for (int i = 0; i < 16; ++i) rows[i] = next[i];
+  }
+}
+
+// One KV head's pages of a chunk. Lanes beyond the last page repeat it.
+struct Chunk {
+  size_t at[kPages];     // index of the page in the layer's arrays
+  int64_t starts[kPages];
+  i32x16 offsets[kMostDim / 4];  // [D/4]: four channels of each page
+  f32x16 step_scale, offset_scale;
+  bool hidden, capped;
+
+  void gather(const DigestChoice& c, int64_t index, int head, int64_t first_seen) {
+    const int dim = c.shape.head_dim;
+    hidden = false;
+    capped = c.softcap > 0;
+    for (int p = 0; p < kPages; ++p) {
+      const int64_t page = index * kPages + p < c.pages ? index * kPages + p : c.pages - 1;
+      at[p] = static_cast<size_t>(c.rows[page] * c.shape.heads + head);
+      starts[p] = c.starts[page];
+      hidden |= c.window && starts[p] < first_seen;
+      offset_scale[p] = c.layer.scales[2 * at[p]];
+      step_scale[p] = c.layer.scales[2 * at[p] + 1];
+    }
+    for (int d = 0; d < dim; d += 64) {
+      const size_t bytes = static_cast<size_t>(dim - d < 64 ? dim - d : 64);
+      i32x16 block[16];
+      for (int p = 0; p < kPages; ++p) {
+        block[p] = i32x16{};
+        const int8_t* from = c.layer.offsets + at[p] * dim + d;
+        if (bytes == 64) std::memcpy(&block[p], from, 64);
+        else std::memcpy(&block[p], from, bytes);
+      }
+      transpose(block);
+      for (size_t i = 0; i < bytes / 4; ++i) offsets[d / 4 + i] = block[i];
+    }
+  }
+};
+
+// Soft cap and window, for the few models that have them: scores [16][P] of one look; returns the largest.
+float cap_and_hide(const DigestChoice& c, const Chunk& chunk, float* scores, int64_t first_seen) {
+  const int size = c.shape.page_size;
+  float peak = kLowest;
+  for (int i = 0; i < kPages * size; i += 16) {
+    f32x16 x = load<f32x16>(scores + i);
+    if (chunk.capped) {
+      const float cap = c.softcap * kLog2E;
+      f32x16 twice = x * (2 / cap);
+      twice = twice > 60 ? splat(60) : twice;
+      twice = twice < -60 ? splat(-60) : twice;
+      x = cap - 2 * cap / (exp(twice) + 1);
+    }
+    for (int lane = 0; lane < 16; ++lane) {
+      if (c.window && chunk.starts[(i + lane) / size] + (i + lane) % size < first_seen) x[lane] = -__builtin_inff();
+      peak = x[lane] > peak ? x[lane] : peak;
+    }
+    store(scores + i, x);
+  }
+  return peak;
+}
+
+// Exponentials of scores [16][P], summed by page.
+template <int P>
+KV_INLINE f32x16 page_sums(const float* scores, float peak) {
+  f32x16 rows[16];
+  if constexpr (P == 8) {
+    const f32x16 zero{};
+    for (int i = 0; i < 8; ++i) {
+      const f32x16 x = exp2_fast(load<f32x16>(scores + 16 * i) - peak);
+      rows[2 * i] = __builtin_shufflevector(x, zero, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+      rows[2 * i + 1] = __builtin_shufflevector(x, zero, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
+    }
+  } else {
+    for (int p = 0; p < 16; ++p) {
+      rows[p] = exp2_fast(load<f32x16>(scores + P * p) - peak);
+      if constexpr (P == 32) rows[p] += exp2_fast(load<f32x16>(scores + P * p + 16) - peak);
+    }
+  }
+  return sums_of(rows);
+}
+
+// `Rows` looks of one KV head, from `row`, at one chunk's pages. `decoded`: their keys as whole numbers, or null.
+template <int P, int Rows>
+void look(const DigestChoice& c, const Plan& plan, const Chunk& chunk, int head, int64_t index, int64_t row,
+          const uint8_t* decoded) {
+  constexpr int B = P < 16 ? P : 16;
+  typedef typename Lanes<B>::i32 I;
+  typedef typename Lanes<B>::u32 U;
+  typedef typename Lanes<B>::f32 F;
+  const int dim = c.shape.head_dim, groups = dim / 4;
+  const int32_t *small[Rows], *fine[Rows];
+  alignas(64) float factor[Rows][kPages], shift[Rows][kPages], scores[Rows][kPages * P];
+  i32x16 sum[Rows];
+  F most[Rows];
+  for (int r = 0; r < Rows; ++r) {
+    small[r] = plan.small + (head * plan.looks + row + r) * groups * kWeights;
+    fine[r] = plan.fine + (head * plan.looks + row + r) * groups * 2;
+    sum[r] = i32x16{};
+    most[r] = F{} + kLowest;
+  }
+  for (int g = 0; g < groups; ++g) {
+    typedef int16_t i16x32 __attribute__((vector_size(64)));
+    const i16x32 bytes = (i16x32)chunk.offsets[g];
+    const i32x16 even = (i32x16)((i16x32)(bytes << 8) >> 8), odd = (i32x16)(bytes >> 8);
+    for (int r = 0; r < Rows; ++r)
+      sum[r] += madd(even, i32x16{} + fine[r][2 * g]) + madd(odd, i32x16{} + fine[r][2 * g + 1]);
+  }
+  for (int r = 0; r < Rows; ++r) {
+    const float* small_scale = plan.small_scale + head * plan.wide + row;
+    const float* fine_scale = plan.fine_scale + head * plan.wide + row;
+    store(factor[r], chunk.step_scale * small_scale[r]);
+    store(shift[r], __builtin_convertvector(sum[r], f32x16) * chunk.offset_scale * fine_scale[r]);
+  }
+  for (int p = 0; p < kPages; ++p) {
+    Tables tables;
+    if (!decoded) tables.fill(c.layer.steps + chunk.at[p] * dim, dim);
+    for (int part = 0; part < P / B; ++part) {
+      I dots[Rows];
+      for (int r = 0; r < Rows; ++r) dots[r] = I{};
+      auto add = [&](int group, U keys) __attribute__((always_inline)) {
+        for (int r = 0; r < Rows; ++r) dots[r] = dot(dots[r], keys, small[r] + kWeights * group);
+      };
+      if (decoded) {
+        const uint8_t* keys = decoded + (p * (P / B) + part) * dim * B;
+        for (int g = 0; g < groups; ++g) add(g, load<U>(keys + g * 4 * B));
+      } else {
+        each_group<B>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part * (B * dim / 4), dim, tables, add);
+      }
+      for (int r = 0; r < Rows; ++r) {
+        const F x = __builtin_convertvector(dots[r], F) * factor[r][p] + shift[r][p];
+        most[r] = x > most[r] ? x : most[r];
+        store(scores[r] + p * P + part * B, x);
+      }
+    }
+  }
+  const int64_t valid = c.pages - index * kPages;
+  for (int r = 0; r < Rows; ++r) {
+    float peak = kLowest;
+    for (int lane = 0; lane < B; ++lane) peak = most[r][lane] > peak ? most[r][lane] : peak;
+    if (chunk.capped || chunk.hidden)
+      peak = cap_and_hide(c, chunk, scores[r], plan.first[head * plan.wide + row + r]);
+    f32x16 sums = page_sums<P>(scores[r], peak);
+    for (int64_t lane = valid; lane < kPages; ++lane) sums[lane] = 0;
+    plan.peaks[(head * plan.chunks + index) * plan.wide + row + r] = peak;
+    store(plan.sums + ((head * plan.chunks + index) * plan.looks + row + r) * kPages, sums);
+  }
+}
+
+// The keys of a chunk as whole numbers: [16][P/B][D/4][B][4].
+template <int P>
+void decode(const DigestChoice& c, const Chunk& chunk, uint8_t* decoded) {
+  constexpr int B = P < 16 ? P : 16;
+  const int dim = c.shape.head_dim;
+  for (int p = 0; p < kPages; ++p) {
+    Tables tables;
+    tables.fill(c.layer.steps + chunk.at[p] * dim, dim);
+    for (int part = 0; part < P / B; ++part) {
+      uint8_t* to = decoded + (p * (P / B) + part) * dim * B;
+      each_group<B>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part * (B * dim / 4), dim, tables,
+                    [&](int group, auto keys) __attribute__((always_inline)) { store(to + group * 4 * B, keys); });
+    }
+  }
+}
+
+template <int P>
+void look_all(const DigestChoice& c, const Plan& plan, int64_t index, int head) {
+  int64_t first_seen = 0;
+  for (int64_t r = 0; r < plan.looks; ++r) {
+    const int64_t first = plan.first[head * plan.wide + r];
+    first_seen = first > first_seen ? first : first_seen;
+  }
+  Chunk chunk;
+  chunk.gather(c, index, head, first_seen);
+  alignas(64) uint8_t room[kPages * P * kMostDim];
+  const uint8_t* decoded = nullptr;
+  if (plan.looks > kRows) {  // used again and again
+    decode<P>(c, chunk, room);
+    decoded = room;
+  }
+  int64_t row = 0;
+  for (; plan.looks - row >= kRows; row += kRows) look<P, kRows>(c, plan, chunk, head, index, row, decoded);
+  if (plan.looks - row >= 4) {
+    look<P, 4>(c, plan, chunk, head, index, row, decoded);
+    row += 4;
+  }
+  switch (plan.looks - row) {
+    case 3: return look<P, 3>(c, plan, chunk, head, index, row, decoded);
+    case 2: return look<P, 2>(c, plan, chunk, head, index, row, decoded);
+    case 1: return look<P, 1>(c, plan, chunk, head, index, row, decoded);
+    default: return;
+  }
+}
+
+// Joins a head's chunks: each look's softmax over all candidates and its own keys, then what the looks make of each page.
+void join_chunks(const Plan& plan, int head) {
+  float* peaks = plan.peaks + head * plan.chunks * plan.wide;
+  const float* sums = plan.sums + head * plan.chunks * plan.looks * kPages;
+  const float* own = plan.own + head * plan.wide;
+  for (int64_t l = 0; l < plan.wide; l += 16) {
+    f32x16 top = max(load<f32x16>(own + l), splat(kLowest));
+    for (int64_t i = 0; i < plan.chunks; ++i) top = max(load<f32x16>(peaks + i * plan.wide + l), top);
+    for (int64_t i = 0; i < plan.chunks; ++i) {
+      float* peak = peaks + i * plan.wide + l;
+      store(peak, exp2_fast(load<f32x16>(peak) - top));
+    }
+    const f32x16 own_share = exp2_fast(load<f32x16>(own + l) - top);
+    for (int64_t r = l; r < plan.looks && r < l + 16; ++r) {
+      f32x16 partial{};
+      for (int64_t i = 0; i < plan.chunks; ++i)
+        partial += load<f32x16>(sums + (i * plan.looks + r) * kPages) * peaks[i * plan.wide + r];
+      float total = own_share[r - l];
+      for (int lane = 0; lane < 16; ++lane) total += partial[lane];
+      const float share = total > 0 ? 1 / total : 0;
+      for (int64_t i = 0; i < plan.chunks; ++i) peaks[i * plan.wide + r] *= share;
+    }
+  }
+  for (int64_t i = 0; i < plan.chunks; ++i) {
+    f32x16 mass{}, squares{};
+    for (int64_t r = 0; r < plan.looks; ++r) {
+      const f32x16 share = load<f32x16>(sums + (i * plan.looks + r) * kPages) * peaks[i * plan.wide + r];
+      mass += share;
+      squares += share * share;
+    }
+    for (int lane = 0; lane < 16; ++lane) squares[lane] = __builtin_sqrtf(squares[lane]);
+    store(plan.mass + (head * plan.chunks + i) * kPages, mass);
+    store(plan.wanted + (head * plan.chunks + i) * kPages, squares);
+  }
+}
+
+constexpr int64_t kSmall = 300;  // pages times queries, about 10 us: less is not worth waking threads for
+
+void choose(DigestChoice& c) {
+  const int heads = c.shape.heads;
+  const Looks looks{c.tokens, c.sample, c.group};
+  const Plan plan(c.shape, c.pages, looks.total(), c.scratch);
+  const bool alone = c.pages * heads * (plan.looks + 4) < kSmall * 7;
+  auto each = [&](int64_t items, auto&& work) {
+    if (!alone) return parallel(items, [&](int64_t item, int thread) { work(item, thread); });
+    for (int64_t item = 0; item < items; ++item) work(item, 0);
+  };
+  for (int64_t i = 0; i < heads * plan.wide; ++i) plan.own[i] = kLowest;
+  for (int64_t i = 0; i < heads * plan.chunks * plan.wide; ++i) plan.peaks[i] = kLowest;
+  for (int head = 0; head < heads; ++head) prepare(c, plan, head);
+  each(plan.chunks, [&](int64_t index, int) {
+    for (int head = 0; head < heads; ++head) {
+      switch (c.shape.page_size) {
+        case 8: look_all<8>(c, plan, index, head); break;
+        case 16: look_all<16>(c, plan, index, head); break;
+        default: look_all<32>(c, plan, index, head); break;
+      }
+    }
+  });
+  for (int head = 0; head < heads; ++head) join_chunks(plan, head);
+  pick(c, plan.wanted, plan.mass, plan.chunks * kPages, plan.candidates, plan.looks);
+}
+
+size_t scratch(const DigestShape& shape, int64_t pages, int64_t looks) {
+  return Plan(shape, pages, looks, nullptr).bytes;
+}
+
+}  // namespace
+
+const DigestTable& digest_table() {
+  static constexpr DigestTable table{&build, &choose, &scratch};
+  return table;
+}
+
+}  // namespace kvpager::KV_ISA
