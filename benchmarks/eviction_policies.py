@@ -190,7 +190,7 @@ class Simulation:
 
     def one(self, attend: Attend, at: int) -> None:
         if attend.ratio is not None:
-            self.scorer.estimated(np.arange(attend.ratio.shape[1]), self.layer, attend.ratio, self.tick)
+            self.scorer.estimated(np.arange(attend.ratio.shape[1]), self.layer, attend.ratio)
         pages = self.flat(attend.blocks, self.layer, attend.heads)
         for first in range(0, len(pages), self.group):
             part = pages[first : first + self.group]

@@ -7,7 +7,7 @@ and n (pages of one call). Implementations must not keep or write to the arrays 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ __all__ = [
     "PageList",
     "Partial",
     "Room",
+    "Rows",
     "Settled",
     "Swap",
     "TileQuery",
@@ -36,6 +37,8 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+Rows = IntArray | slice
+"""Rows of a table by block: int64 [n], or a slice where they lie one after the other."""
 
 WINDOW = 32
 """Queries of SnapKV's observation window (arXiv 2404.14469)."""
@@ -63,8 +66,7 @@ class FrameStorage(Protocol):
         """Copy frames to frames."""
 
 
-@dataclass(frozen=True)
-class PageList:
+class PageList(NamedTuple):
     """The pages of one group, sorted by head, then by position."""
 
     frames: IntArray  # [n]
@@ -85,8 +87,7 @@ class TileQuery:
     softcap: float | None
 
 
-@dataclass(frozen=True)
-class Partial:
+class Partial(NamedTuple):
     """Attention over some of a tile's pages: merge with others by their log-sum-exp.
 
     output    float32 [H * G, T, D], normalised over these pages (zeros where none is visible)
@@ -99,8 +100,7 @@ class Partial:
     page_lse: FloatArray
 
 
-@dataclass(frozen=True)
-class Masses:
+class Masses(NamedTuple):
     """The softmax mass that one tile gave to n pages, float32 [n] each.
 
     peak    the most that one query of the tile and group gave
@@ -115,16 +115,14 @@ class Masses:
     window: FloatArray
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """A tile's attention once all its groups of pages are in: output float32 [H * G, T, D], and each page's mass."""
 
     output: FloatArray
     masses: Masses
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """What a selection may take: `pages` a KV head, on average, protected ones included.
 
     sinks, recent  leading pages of the sequence, and last candidates, that are always in
@@ -137,8 +135,7 @@ class Room:
     first_block: int = 0
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The pages of one layer that a tile attends to.
 
     chosen  bool [H, n]

@@ -85,7 +85,7 @@ def test_a_new_page_knows_nothing_of_the_block_row_s_former_page():
     rows = np.array([2, 3])
     made.born(rows, 1, np.array([5, 6]), 3)
     observe(made, np.full((2, 4), 0.5), tick=4)
-    made.estimated(rows, 1, np.full((HEADS, 2), 1.5, np.float32), 4)
+    made.estimated(rows, 1, np.full((HEADS, 2), 1.5, np.float32))
     made.born(rows, 1, np.array([0, 1]), 7)
     page = look(made, 2, 1, 1, tick=8)
     assert (page.mass, page.total, page.last) == (0, 0, 0)
@@ -99,7 +99,7 @@ def test_estimates_go_to_their_row_and_head_and_stay_finite():
     rows = np.array([4, 1])
     for layer in range(LAYERS):
         made.born(rows, layer, rows, 0)
-    made.estimated(rows, 2, np.array([[0.25, 1.0], [2.0, 1e30]], np.float32), 1)
+    made.estimated(rows, 2, np.array([[0.25, 1.0], [2.0, 1e30]], np.float32))
     assert look(made, 4, 2, 0).estimate == 0.25
     assert look(made, 1, 2, 0).estimate == 1
     assert look(made, 4, 2, 1).estimate == 2
@@ -113,7 +113,7 @@ def test_observing_pages_changes_no_other_page():
         made.born(np.arange(8), layer, np.arange(8), 0)
     every = np.arange(8 * LAYERS * HEADS)
     observe(made, np.full((2, 3), 0.5), tick=4)
-    made.estimated(np.array([2]), 1, np.ones((HEADS, 1), np.float32), 4)
+    made.estimated(np.array([2]), 1, np.ones((HEADS, 1), np.float32))
     numbers = made.numbers(every, 5, 1)
     assert set(np.flatnonzero(numbers.total)) == {flat(2, 1, 1)}
     assert set(np.flatnonzero(numbers.last_used)) == {flat(2, 1, 1)}
@@ -141,7 +141,7 @@ def test_a_page_is_young_until_tiles_have_attended_to_it_or_passed_it_over():
     for head in (0, 1):
         observe(made, np.full((2, 3), 0.5), row=6, layer=2, head=head)
         assert look(made, 6, 2, head).young
-    made.estimated(rows, 2, np.array([[0.9], [1.1]], np.float32), 5)
+    made.estimated(rows, 2, np.array([[0.9], [1.1]], np.float32))
     assert not look(made, 6, 2, 0).young, "passed over"
     assert look(made, 6, 2, 1).young, "selected, and yet to be attended to"
     observe(made, np.full((2, 3), 0.5), row=6, layer=2, head=1)
@@ -153,7 +153,7 @@ def test_counting_tiles_stops_at_the_end_of_a_byte():
     made.born(np.array([2]), 1, np.array([5]), 0)
     for _ in range(300):
         observe(made, np.full((2, 1), 0.5))
-        made.estimated(np.array([2]), 1, np.full((HEADS, 1), 0.5, np.float32), 5)
+        made.estimated(np.array([2]), 1, np.full((HEADS, 1), 0.5, np.float32))
     assert look(made, 2, 1, 1).seen == 255
     assert not look(made, 2, 1, 1).young
 
@@ -164,10 +164,10 @@ def test_a_snapshot_puts_back_what_a_step_changed():
     for layer in range(LAYERS):
         made.born(rows, layer, rows, 0)
     observe(made, np.full((2, 3), 0.5), tick=1)
-    before, kept = made.numbers(np.arange(48), 2, 0), made.snapshot(rows, 1)
+    before, kept = made.numbers(np.arange(48), 2, 0), made.snapshot(rows, slice(1, 2))
     observe(made, np.full((2, 3), 0.7), tick=2)
-    made.estimated(rows, 1, np.full((HEADS, 2), 0.5, np.float32), 2)
-    made.restore(rows, 1, kept)
+    made.estimated(rows, 1, np.full((HEADS, 2), 0.5, np.float32))
+    made.restore(kept)
     after = made.numbers(np.arange(48), 2, 0)
     for name in (*FIELDS, "last_used", "seen", "position"):
         np.testing.assert_array_equal(getattr(after, name), getattr(before, name), err_msg=name)
@@ -228,7 +228,7 @@ def test_unneeded_fields_take_no_memory_and_read_as_nan():
     made = scorer(frozenset())
     made.born(np.array([2]), 1, np.array([5]), 3)
     observe(made, np.full((2, 3), 0.5), tick=4)
-    made.estimated(np.array([2]), 1, np.ones((HEADS, 1), np.float32), 4)
+    made.estimated(np.array([2]), 1, np.ones((HEADS, 1), np.float32))
     page = look(made, 2, 1, 1)
     assert all(np.isnan(getattr(page, name)).all() for name in FIELDS - {"born"})
     assert page.born == 0

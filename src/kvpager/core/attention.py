@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,7 @@ class TileEvent:
     page_mass: FloatArray
 
 
-@dataclass(frozen=True)
-class _Tile:
+class _Tile(NamedTuple):
     """A tile's queries, and the blocks that matter to it: `first` (of the window) .. `own` .. `last`."""
 
     query: TileQuery
@@ -47,23 +47,30 @@ class _Tile:
     last: int
 
 
-@dataclass(frozen=True)
-class _Attended:
-    """Pages attended to: the partial results, each page's head and block [n], and which pages were read back."""
+class _Attended(NamedTuple):
+    """Pages attended to: the partial results, each page's head, block and row [n], and which pages were read back."""
 
     parts: list[Partial]
     heads: IntArray
     blocks: IntArray
+    rows: IntArray
     recalled: IntArray
 
     def joined(self, other: _Attended) -> _Attended:
         """Both, these pages first."""
+        recalled = self.recalled
+        if other.recalled.size:
+            recalled = np.concatenate([recalled, other.recalled + len(self.heads)])
         return _Attended(
             self.parts + other.parts,
             np.concatenate([self.heads, other.heads]),
             np.concatenate([self.blocks, other.blocks]),
-            np.concatenate([self.recalled, other.recalled + len(self.heads)]),
+            np.concatenate([self.rows, other.rows]),
+            recalled,
         )
+
+
+NOTHING = np.empty(0, np.int64)
 
 
 class Attender:
@@ -80,6 +87,7 @@ class Attender:
     ) -> None:
         self._shape, self._config, self._group_pages = shape, config, group_pages
         self._residency, self._kernel, self._digest = residency, kernel, digest
+        self._heads = np.arange(shape.kv_heads)
         self.observers: list[Callable[[TileEvent], None]] = []
 
     def attend(
@@ -96,24 +104,27 @@ class Attender:
         Returns the output [H * G, T, D] and the page mass [H, blocks], mean over queries and group.
         """
         stop = int(sequence.filled[layer])
-        start = stop - queries.shape[1]
-        output = np.empty_like(queries)
-        mass = np.zeros((self._shape.kv_heads, len(sequence.rows)), np.float32)
+        tokens = queries.shape[1]
+        size, window = self._config.tile, self._shape.window(layer)
         clock = self._residency.clock
         clock.layer = layer
-        begin = start
+        parts: list[tuple[FloatArray, FloatArray]] = []
+        begin = start = stop - tokens
         while begin < stop:
-            end = min((begin // self._config.tile + 1) * self._config.tile, stop)
+            end = min((begin // size + 1) * size, stop)
             if begin > start:
                 clock.tick += 1
                 sequence.tick += 1
             clock.again = end < stop
-            part = queries[:, begin - start : end - start]
-            query = TileQuery(part, begin, scale, self._shape.window(layer), softcap)
-            output[:, begin - start : end - start], tile_mass = self._tile(step, sequence, layer, query)
-            mass[:, : tile_mass.shape[1]] += tile_mass * np.float32((end - begin) / queries.shape[1])
+            query = TileQuery(queries[:, begin - start : end - start], begin, scale, window, softcap)
+            output, mass = self._tile(step, sequence, layer, query)
+            parts.append((output, mass if end - begin == tokens else mass * np.float32((end - begin) / tokens)))
             begin = end
         clock.again = False
+        mass = np.zeros((self._shape.kv_heads, len(sequence.rows)), np.float32)
+        for _, tile_mass in parts:
+            mass[:, : tile_mass.shape[1]] += tile_mass
+        output = parts[0][0] if len(parts) == 1 else np.concatenate([output for output, _ in parts], axis=1)
         return output, mass
 
     def _tile(self, step: Step, sequence: Sequence, layer: int, query: TileQuery) -> tuple[FloatArray, FloatArray]:
@@ -121,29 +132,42 @@ class Attender:
         if query.window is not None and tile.first:
             self._residency.table.expired[sequence.rows[: tile.first], layer] = True
         # the tile's own pages first: what they get of each query's attention is known exactly when the past is chosen
-        own = np.zeros((self._shape.kv_heads, tile.last), np.bool_)
-        own[:, tile.own :] = True
-        attended = self._groups(sequence, layer, tile, own)
-        _, own_lse = merge(attended.parts)
-        self._remember_scores(step, sequence, layer)
-        past = self._selected(step, sequence, layer, tile, own_lse)
-        if past.any():
-            attended = attended.joined(self._groups(sequence, layer, tile, past))
+        attended = self._groups(sequence, layer, tile, *self._own_pages(tile))
+        past = self._selected(step, sequence, layer, tile, attended)
+        heads, blocks = past.nonzero()
+        if heads.size:
+            attended = attended.joined(self._groups(sequence, layer, tile, heads, blocks + tile.first))
         heads, blocks = attended.heads, attended.blocks
         settled = self._kernel.settle(attended.parts, heads)
         queries = query.queries.shape[1]
-        self._residency.scorer.observe(sequence.rows[blocks], layer, heads, settled.masses, queries, self.now(sequence))
+        masses = settled.masses
+        self._residency.scorer.observe(attended.rows, layer, heads, masses, queries, self.now(sequence))
         counters = self._residency.counters
         counters.tiles += 1
         counters.pages_attended += len(heads)
-        page_mass = np.zeros(own.shape, np.float32)
-        page_mass[heads, blocks] = settled.masses.total / np.float32(queries)
+        page_mass = np.zeros((self._shape.kv_heads, tile.last), np.float32)
+        page_mass[heads, blocks] = masses.total if queries == 1 else masses.total / np.float32(queries)
         if self.observers:
-            came = np.stack([heads[attended.recalled], blocks[attended.recalled]], axis=1)
-            event = TileEvent(sequence, layer, query.start, tile.stop, own | past, came, page_mass.copy())
-            for observer in self.observers:
-                observer(event)
+            self._tell(sequence, layer, tile, past, attended, page_mass)
         return settled.output, page_mass
+
+    def _tell(
+        self, sequence: Sequence, layer: int, tile: _Tile, past: BoolArray, attended: _Attended, page_mass: FloatArray
+    ) -> None:
+        selected = np.zeros(page_mass.shape, np.bool_)
+        selected[:, tile.first : tile.own] = past
+        selected[:, tile.own :] = True
+        came = np.stack([attended.heads[attended.recalled], attended.blocks[attended.recalled]], axis=1)
+        event = TileEvent(sequence, layer, tile.query.start, tile.stop, selected, came, page_mass.copy())
+        for observer in self.observers:
+            observer(event)
+
+    def _own_pages(self, tile: _Tile) -> tuple[IntArray, IntArray]:
+        """Heads and blocks of the tile's own pages."""
+        count = tile.last - tile.own
+        if count == 1:
+            return self._heads, np.full(self._shape.kv_heads, tile.own)
+        return np.repeat(self._heads, count), np.tile(np.arange(tile.own, tile.last), self._shape.kv_heads)
 
     def _span(self, query: TileQuery) -> _Tile:
         size = self._config.page_size
@@ -158,60 +182,57 @@ class Attender:
         """
         return sequence.tick if sequence.view is not None else self._residency.clock.tick
 
-    def _groups(self, sequence: Sequence, layer: int, tile: _Tile, pages: BoolArray) -> _Attended:
-        """Attend to `pages`, bool [H, blocks], a fixed group at a time: by head, then by position."""
+    def _groups(self, sequence: Sequence, layer: int, tile: _Tile, heads: IntArray, blocks: IntArray) -> _Attended:
+        """Attend to pages, sorted by head, then by position, a fixed group at a time."""
         residency, size, most = self._residency, self._config.page_size, self._group_pages
-        heads, blocks = np.nonzero(pages)
         rows = sequence.rows[blocks]
         starts = blocks * size
         counts = np.minimum(sequence.filled[layer] - starts, size)
         parts: list[Partial] = []
-        recalled = [np.empty(0, np.int64)]
+        recalled: list[IntArray] = []
         for begin in range(0, len(rows), most):
             span = slice(begin, begin + most)
-            following = slice(begin + most, begin + 2 * most)
             frames, absent = residency.fault(rows[span], layer, heads[span])
-            try:
-                if begin + most < len(rows):
-                    residency.prefetch(rows[following], layer, heads[following])
-                group = PageList(frames, heads[span], starts[span], counts[span], self._shape.kv_heads)
-                parts.append(self._kernel.attend(residency.storage, tile.query, group))
-            finally:
-                residency.pool.pinned[frames] = False
+            if begin + most < len(rows):
+                following = slice(begin + most, begin + 2 * most)
+                residency.prefetch(rows[following], layer, heads[following])
+            # nothing is evicted between a fault and the attention that it is for
+            group = PageList(frames, heads[span], starts[span], counts[span], self._shape.kv_heads)
+            parts.append(self._kernel.attend(residency.storage, tile.query, group))
             if absent.size:
                 recalled.append(absent + begin)
-        return _Attended(parts, heads, blocks, np.concatenate(recalled))
+        return _Attended(parts, heads, blocks, rows, np.concatenate(recalled) if recalled else NOTHING)
 
-    def _selected(self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own_lse: FloatArray) -> BoolArray:
-        """The past pages that the tile attends to: bool [H, last]."""
-        selected = np.zeros((self._shape.kv_heads, tile.last), np.bool_)
+    def _selected(self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: _Attended) -> BoolArray:
+        """The past pages that the tile attends to: bool [H, own - first], from block `first` on."""
         past = slice(tile.first, tile.own)
         coverage = 1.0
         if sequence.view is not None:
             self._prune(step, sequence, layer, tile)
-            selected[:, past] = sequence.view[past, layer].T
-            left_out = not sequence.view[past, layer].all()
+            selected = sequence.view[past, layer].T
+            left_out = not selected.all()
         elif self._digest is None or tile.own - tile.first <= (self._config.budget_pages or 0):
-            selected[:, past] = True
+            selected = np.ones((self._shape.kv_heads, tile.own - tile.first), np.bool_)
             left_out = False
         else:
-            selected[:, past], coverage = self._choose(sequence, layer, tile, own_lse)
+            selected, coverage = self._choose(sequence, layer, tile, own)
             left_out = True
         if left_out:
             self._mark_approximate(sequence, tile)
         self._residency.counters.coverage_sum += coverage
         return selected
 
-    def _choose(self, sequence: Sequence, layer: int, tile: _Tile, own_lse: FloatArray) -> tuple[BoolArray, float]:
+    def _choose(self, sequence: Sequence, layer: int, tile: _Tile, own: _Attended) -> tuple[BoolArray, float]:
         """The budget's worth of past pages with the largest estimated mass: bool [H, n], and the share of all kept."""
         assert self._digest is not None
         config = self._config
         assert config.budget_pages is not None
         rows = sequence.rows[tile.first : tile.own]
         starts = np.arange(tile.first, tile.own) * config.page_size
+        own_lse = own.parts[0].lse if len(own.parts) == 1 else merge(own.parts)[1]
         room = Room(config.budget_pages, config.sink_pages, config.recent_pages, tile.first)
         choice = self._digest.choose(layer, rows, tile.query, starts, own_lse, room)
-        self._residency.scorer.estimated(rows, layer, choice.ratio, self.now(sequence))
+        self._residency.scorer.estimated(sequence.part(tile.first, tile.own), layer, choice.ratio)
         # masses are shares of all attention, own pages included: what is left out is what the selection misses
         return choice.chosen, 1 - choice.missed
 
@@ -246,10 +267,3 @@ class Attender:
         lowest = np.argsort(scores, kind="stable")[:excess]
         sequence.view[blocks[lowest], layer, heads[lowest]] = False
         step.dropped.append((sequence, flat[lowest]))
-
-    def _remember_scores(self, step: Step, sequence: Sequence, layer: int) -> None:
-        """Before a step first changes the scores of a sequence's layer, keep them for a rollback."""
-        key = (sequence.id, layer)
-        if key not in step.scores:
-            rows = sequence.rows
-            step.scores[key] = (rows, self._residency.scorer.snapshot(rows, layer))

@@ -53,10 +53,7 @@ def read(state: State, sequence: Sequence, layer: int, start: int, stop: int) ->
     for index in range(first, last):
         rows = np.full(heads, sequence.rows[index])
         frames, _ = state.residency.fault(rows, layer, np.arange(heads))
-        try:
-            page_keys, page_values = state.residency.storage.read(frames)
-        finally:
-            state.pool.pinned[frames] = False
+        page_keys, page_values = state.residency.storage.read(frames)
         low, high = max(start, index * size), min(stop, (index + 1) * size)
         inside, outside = slice(low - index * size, high - index * size), slice(low - start, high - start)
         keys[:, outside], values[:, outside] = page_keys[:, inside], page_values[:, inside]

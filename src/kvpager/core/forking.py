@@ -83,10 +83,7 @@ def _copy_block(state: State, source: int) -> int:
         table.frame[target] = frames
         for layer in range(table.layers):
             came, _ = residency.fault(np.full(table.heads, source), layer, heads)
-            try:
-                residency.storage.copy(came, frames[layer])
-            finally:
-                pool.pinned[came] = False
+            residency.storage.copy(came, frames[layer])
     except BaseException:
         state.blocks.drop(target)
         raise
@@ -123,12 +120,13 @@ def _cut(state: State, sequence: Sequence, length: int, copy: int | None) -> Non
     index, rest = divmod(length, size)
     if copy is not None:
         state.blocks.drop(int(sequence.rows[index]))
-        sequence.rows[index] = copy
     keep = index + (rest > 0)
-    for gone in sequence.rows[keep:][::-1].tolist():
+    kept, dropped = sequence.rows[:keep].copy(), sequence.rows[keep:]
+    for gone in dropped[::-1].tolist():
         state.blocks.drop(gone)
-    dropped = sequence.rows[keep:]
-    sequence.rows = sequence.rows[:keep].copy()
+    if copy is not None:
+        kept[index] = copy
+    sequence.rows = kept
     if sequence.view is not None:
         sequence.view = sequence.view[:keep].copy()
         free_unseen(state, dropped)

@@ -20,7 +20,7 @@ class FramePool:
 
     owner      int32 [frames]: the flat index of the page that a frame holds, or NO_PAGE
     evictable  bool [frames]: the page is immutable and nothing in the open step needs it to stay
-    pinned     bool [frames]: a kernel is reading or a copy is writing the frame right now
+    pinned     bool [frames]: needed beside the frames that are being made room for right now
 
     The bytes belong to the kernel's FrameStorage.
     """

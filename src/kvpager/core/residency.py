@@ -87,37 +87,37 @@ class Residency:
         return frames
 
     def fault(self, rows: IntArray, layer: int, heads: IntArray) -> tuple[IntArray, IntArray]:
-        """Bring pages [n] into the pool and pin them: their frames [n], and the indices of those that were absent.
+        """Bring pages [n] into the pool: their frames [n], and the indices of those that were absent.
 
-        Unpin them when the kernel has read them. Raises PageLost, PoolExhausted or SwapError with nothing changed.
+        They stay there until the next call that needs room. Raises PageLost, PoolExhausted or SwapError with nothing
+        changed.
         """
-        table, pool = self.table, self.pool
-        frames = table.frame[rows, layer, heads].astype(np.int64)
-        absent = np.flatnonzero(frames == ABSENT)
-        if not absent.size:
-            pool.pinned[frames] = True
-            return frames, absent
-        rows_in, heads_in = rows[absent], heads[absent]
-        slots = table.slot[rows_in, layer, heads_in].astype(np.int64)
+        flat = self.table.flat(rows, layer, heads)
+        frames = self.table.frame.reshape(-1)[flat].astype(np.int64)
+        absent = (frames == ABSENT).nonzero()[0]
+        if absent.size:
+            frames[absent] = self._recall(flat[absent], frames[frames != ABSENT])
+            self.table.expired[rows[absent], layer] = False
+        return frames, absent
+
+    def _recall(self, flat: IntArray, needed: IntArray) -> IntArray:
+        """Read absent pages [n] back into frames, returned; the frames `needed` beside them are not taken."""
         assert self.swap is not None, "a page is absent though nothing is ever evicted"
+        table, pool = self.table, self.pool
+        slots = table.slot.reshape(-1)[flat].astype(np.int64)
         assert (slots != ABSENT).all(), "a page is neither in the pool nor in swap"
         pages = self.swap.read(slots)
-        resident = frames[frames != ABSENT]
-        pool.pinned[resident] = True
+        pool.pinned[needed] = True
         try:
-            taken = pool.allocate(table.flat(rows_in, layer, heads_in), self.make_room)
-        except BaseException:
-            pool.pinned[resident] = False
-            raise
+            taken = pool.allocate(flat, self.make_room)
+        finally:
+            pool.pinned[needed] = False
         self.storage.load(taken, pages)
-        table.frame[rows_in, layer, heads_in] = taken
-        table.expired[rows_in, layer] = False
+        table.frame.reshape(-1)[flat] = taken
         pool.evictable[taken] = True
-        pool.pinned[taken] = True
-        frames[absent] = taken
         self.counters.recalls += len(taken)
         self.counters.faults += 1
-        return frames, absent
+        return taken
 
     def prefetch(self, rows: IntArray, layer: int, heads: IntArray) -> None:
         """Tell swap which of these pages [n] will be read soon."""

@@ -22,14 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.ports import FloatArray, IntArray, Masses
+from kvpager.ports import FloatArray, IntArray, Masses, Rows
 
-__all__ = ["FIELDS", "AttentionScorer", "PageNumbers"]
+__all__ = ["FIELDS", "AttentionScorer", "PageNumbers", "Snapshot"]
 
 Int32Array = npt.NDArray[np.int32]
 Numbers = npt.NDArray[Any]
@@ -97,6 +97,14 @@ class PageNumbers:
         return np.asarray(self.seen < self.grace)
 
 
+class Snapshot(NamedTuple):
+    """What was known about the pages of some rows and layers."""
+
+    rows: Rows
+    layers: slice
+    numbers: list[Numbers]
+
+
 class AttentionScorer:
     """Page mass over time, for the pages of all sequences.
 
@@ -121,10 +129,10 @@ class AttentionScorer:
         self.grace = min(grace, SEEN_MAX)
         if not self.needs <= FIELDS:
             raise ValueError(f"needs: {sorted(self.needs - FIELDS)} is not among {sorted(FIELDS)}")
-        pages = (0, layers, kv_heads)
+        pages = (layers, 0, kv_heads)  # a layer's pages lie together: a tile touches one layer
         self._ran = np.zeros(layers, np.int32)  # tick of each layer's last tile
         self._position = np.zeros(0, np.int32)  # of the block
-        self._born = np.zeros((0, layers if "born" in self.needs else 0), np.int32)  # all heads are written at once
+        self._born = np.zeros((layers if "born" in self.needs else 0, 0), np.int32)  # all heads are written at once
         # By page; exactly these change after a page was born.
         self._pages: dict[str, Numbers] = {"last_used": np.zeros(pages, np.int32), "seen": np.zeros(pages, np.uint8)}
         for name in sorted(self.needs - {"born"}):
@@ -148,9 +156,9 @@ class AttentionScorer:
             return
 
         def longer(array: Numbers) -> Numbers:
-            return np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)])
+            return np.concatenate([array, np.zeros((len(array), more, *array.shape[2:]), array.dtype)], axis=1)
 
-        self._position = longer(self._position)
+        self._position = np.concatenate([self._position, np.zeros(more, np.int32)])
         self._born = longer(self._born)
         self._pages = {name: longer(array) for name, array in self._pages.items()}
 
@@ -158,56 +166,56 @@ class AttentionScorer:
         """Start the pages of new blocks in one layer (all heads): rows [n], block indices [n]."""
         self._position[rows] = positions
         if "born" in self.needs:
-            self._born[rows, layer] = tick
+            self._born[layer, rows] = tick
         for name, field in self._pages.items():
-            field[rows, layer] = tick if name == "last_used" else np.nan if name in ("window", "estimate") else 0
+            field[layer, rows] = tick if name == "last_used" else np.nan if name in ("window", "estimate") else 0
 
     def observe(self, rows: IntArray, layer: int, heads: IntArray, masses: Masses, queries: int, tick: int) -> None:
         """Take in what one tile of so many queries gave to the pages that it attended to.
 
         rows, heads [n], each page once.
         """
-        fields = self._pages
         self._ran[layer] = tick
-        flat = (rows * self.layers + layer) * self.kv_heads + heads
-        fields["last_used"].reshape(-1)[flat] = tick
-        seen = fields["seen"].reshape(-1)
-        before = seen[flat]
-        seen[flat] = before + (before < SEEN_MAX)
+        page = rows * self.kv_heads + heads
+        fields = {name: field[layer].reshape(-1) for name, field in self._pages.items()}
+        fields["last_used"][page] = tick
+        before = fields["seen"][page]
+        fields["seen"][page] = before + (before < SEEN_MAX)
         if "mass" in fields:
-            mass = fields["mass"].reshape(-1)
-            mass[flat] = np.maximum(mass[flat] * self.decay**queries, masses.peak)
+            faded = fields["mass"][page] * self.decay**queries
+            fields["mass"][page] = np.maximum(faded, masses.peak)
         if "total" in fields:
-            fields["total"].reshape(-1)[flat] += masses.total
+            fields["total"][page] += masses.total
         if "last" in fields:
-            fields["last"].reshape(-1)[flat] = masses.last
+            fields["last"][page] = masses.last
         if "window" in fields and queries > 1:
-            fields["window"].reshape(-1)[flat] = masses.window
+            fields["window"][page] = masses.window
 
-    def estimated(self, rows: IntArray, layer: int, ratio: FloatArray, tick: int) -> None:
+    def estimated(self, rows: Rows, layer: int, ratio: FloatArray) -> None:
         """Take in one selection: ratio float32 [H, n], estimated mass over threshold of each candidate row [n].
 
         1 and above says that the page was selected, and `observe` will follow for it.
         """
-        seen = self._pages["seen"]
-        before = seen[rows, layer]
-        seen[rows, layer] = before + ((ratio.T < 1) & (before < SEEN_MAX))
+        seen = self._pages["seen"][layer]
+        before = seen[rows]
+        seen[rows] = before + ((ratio.T < 1) & (before < SEEN_MAX))
         if "estimate" in self._pages:
-            self._pages["estimate"][rows, layer] = np.minimum(ratio.T, RATIO_MAX)
+            self._pages["estimate"][layer, rows] = np.minimum(ratio.T, RATIO_MAX)
 
-    def snapshot(self, rows: IntArray, layer: int) -> list[npt.NDArray[np.generic]]:
-        """All that a step may change about the pages of rows [n] in one layer, for :meth:`restore`."""
-        return [array[rows, layer] for array in self._pages.values()]
+    def snapshot(self, rows: Rows, layers: slice) -> Snapshot:
+        """All that a step may change about the pages of rows in some layers, for :meth:`restore`."""
+        return Snapshot(rows, layers, [array[layers][:, rows].copy() for array in self._pages.values()])
 
-    def restore(self, rows: IntArray, layer: int, snapshot: list[npt.NDArray[np.generic]]) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Put back what :meth:`snapshot` kept."""
-        for array, kept in zip(self._pages.values(), snapshot, strict=True):
-            array[rows, layer] = kept
+        for array, kept in zip(self._pages.values(), snapshot.numbers, strict=True):
+            array[snapshot.layers][:, snapshot.rows] = kept
 
     def copy(self, source_row: int, target_row: int) -> None:
         """Copy all that is known about a block's pages to another row (a block was copied)."""
-        for array in (self._position, self._born, *self._pages.values()):
-            array[target_row] = array[source_row]
+        self._position[target_row] = self._position[source_row]
+        for array in (self._born, *self._pages.values()):
+            array[:, target_row] = array[:, source_row]
 
     def numbers(
         self, flat: IntArray, tick: int, current_layer: int, again: bool = False, shared: bool = False
@@ -223,13 +231,16 @@ class AttentionScorer:
         of_layer = page // self.kv_heads
         row = of_layer // self.layers
         layer = (of_layer - row * self.layers).astype(np.int32, copy=False)
-        last_used = self._pages["last_used"].reshape(-1)[flat]
+        head = page - of_layer * self.kv_heads
+        block = layer * self.rows + row
+        page = block * self.kv_heads + head
+        last_used = self._pages["last_used"].reshape(-1)[page]
         none = np.broadcast_to(np.int32(0), flat.shape)
         unknown = np.broadcast_to(np.float32(np.nan), flat.shape)
 
         def field(name: str) -> FloatArray:
             kept = self._pages.get(name)
-            return unknown if kept is None else kept.reshape(-1)[flat].astype(np.float32, copy=False)
+            return unknown if kept is None else kept.reshape(-1)[page].astype(np.float32, copy=False)
 
         return PageNumbers(
             mass=field("mass"),
@@ -238,11 +249,11 @@ class AttentionScorer:
             window=field("window"),
             estimate=field("estimate"),
             last_used=last_used,
-            born=self._born.reshape(-1)[of_layer] if "born" in self.needs else none,
-            seen=self._pages["seen"].reshape(-1)[flat],
+            born=self._born.reshape(-1)[block] if "born" in self.needs else none,
+            seen=self._pages["seen"].reshape(-1)[page],
             position=self._position[row],
             layer=layer,
-            head=(page - of_layer * self.kv_heads).astype(np.int32, copy=False),
+            head=head.astype(np.int32, copy=False),
             missed=np.maximum(self._ran[layer] - last_used, 0) if shared else none,
             now=tick,
             current_layer=current_layer,

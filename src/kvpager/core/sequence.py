@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpager.ports import IntArray
+from kvpager.core.scorer import Snapshot
+from kvpager.ports import BoolArray, IntArray, Rows
 
 __all__ = ["Saved", "Sequence", "Step"]
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class Sequence:
@@ -22,7 +20,7 @@ class Sequence:
         self.length = 0
         self.closed = False
         self.owner = owner
-        self.rows: IntArray = np.empty(0, np.int64)
+        self.rows = np.empty(0, np.int64)
         # tokens written in each layer: equal to `length` but inside a step
         self.filled: IntArray = np.zeros(layers, np.int64)
         # committed token ids as far as they are known without a gap from the start; blocks beyond are anonymous
@@ -37,6 +35,24 @@ class Sequence:
         # discard mode: bool [blocks, layers, heads], the pages that this sequence still sees
         self.view: BoolArray | None = None
         self.tick = 0
+
+    @property
+    def rows(self) -> IntArray:
+        """Its blocks' rows of the page table, in order. Set it anew to change it."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: IntArray) -> None:
+        self._rows = rows
+        # blocks taken one after the other mostly lie one after the other: a slice of a table is read ten times faster
+        self._in_a_row = bool((np.diff(rows) == 1).all())
+
+    def part(self, first: int, stop: int) -> Rows:
+        """The rows of blocks first..stop-1: a slice where they lie in a row, else int64 [n]."""
+        if self._in_a_row and first < stop <= len(self._rows):
+            start = int(self._rows[first])
+            return slice(start, start + stop - first)
+        return self._rows[first:stop]
 
     def __repr__(self) -> str:
         return f"Sequence(id={self.id}, length={self.length}{', closed' if self.closed else ''})"
@@ -86,7 +102,7 @@ class Step:
 
     counts   tokens that each sequence brings, by id; None for the implicit step of a single call
     held     (row, layer) of pages that were open when the step began: they stay in the pool until its end
-    scores   what the scorer knew of a (sequence, layer) before the step first changed it
+    scores   what the scorer knew of the sequences' pages when the step began
     dropped  discard mode: flat indices of pages that left a view in this step, oldest first; the first `settled`
              entries have been given up
     broken   discard mode: sequences of which a dropped page had to be given up before the commit
@@ -98,7 +114,7 @@ class Step:
     tokens: dict[int, list[int]]
     tick: int
     held: set[tuple[int, int]] = field(default_factory=set)
-    scores: dict[tuple[int, int], tuple[IntArray, list[npt.NDArray[np.generic]]]] = field(default_factory=dict)
+    scores: list[Snapshot] = field(default_factory=list)
     dropped: list[tuple[Sequence, IntArray]] = field(default_factory=list)
     settled: int = 0
     broken: list[Sequence] = field(default_factory=list)

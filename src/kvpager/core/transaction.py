@@ -46,7 +46,7 @@ def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, li
     Raises PoolExhausted, with nothing changed, when the step can never fit.
     """
     config = state.config
-    layers = range(state.shape.layers) if layer is None else (layer,)
+    layers = range(state.shape.layers) if layer is None else range(layer, layer + 1)
     ends = [int(sequence.filled[list(layers)].max()) + count for sequence, count in growth]
     state.require_tokens(
         sum(max(0, end - int(sequence.filled.max())) for (sequence, _), end in zip(growth, ends, strict=True))
@@ -63,6 +63,8 @@ def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, li
     for (sequence, _), end in zip(growth, ends, strict=True):
         sequence.tick += 1
         _add_blocks(state, sequence, end)
+        rows = sequence.part(0, len(sequence.rows))
+        step.scores.append(state.scorer.snapshot(rows, slice(layers.start, layers.stop)))
         for each in layers:
             filled = int(sequence.filled[each])
             if filled % config.page_size:
@@ -185,9 +187,8 @@ def rollback(state: State, step: Step) -> None:
     for row, layer in step.held:
         # held pages never left the pool; those that filled are open again
         state.table.sealed[row, layer] = False
-    # the latest first: where sequences share pages, the earliest snapshot is the one from before the step
-    for (_, layer), (rows, snapshot) in reversed(step.scores.items()):
-        state.scorer.restore(rows, layer, snapshot)
+    for snapshot in step.scores:
+        state.scorer.restore(snapshot)
     for saved in step.saved:
         for row in saved.restore().tolist():
             state.blocks.drop(row)
