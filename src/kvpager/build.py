@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpager.config import DEFAULT_POOL_BYTES, DigestKind, KVShape, Mode, PagerConfig, PolicyName, parse_size
+from kvpager.config import (
+    DEFAULT_POOL_BYTES,
+    DigestKind,
+    DType,
+    KernelName,
+    KVShape,
+    Mode,
+    PagerConfig,
+    PolicyName,
+    parse_size,
+)
 from kvpager.errors import ConfigError, SwapError
 from kvpager.models.cache import cache_directory
 
@@ -24,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PagerOptions", "load_model", "make_cache", "pager_config"]
 
-KERNELS = ("reference",)
 PREFILL_CHUNK = 512  # tokens of a prompt that one forward reads, where there is room for them
 MEMORY_SHARE = 1.5  # of the full KV: more than all frames with their digests and tables can take
 
@@ -40,6 +49,7 @@ class PagerOptions:
     memory      text: a size that bounds frames, digests and tables together; excludes `pool`.
     budget      past tokens a KV head attends to; None for all.
     swap        "memory", a path (a new file, or a folder), or None for a file of its own under the cache directory.
+    kv_dtype    how pages are held; None for the model's own number format.
     The others are as in :class:`~kvpager.config.PagerConfig`.
     """
 
@@ -53,7 +63,8 @@ class PagerOptions:
     tile: int = 64
     swap: str | None = None
     swap_limit: str = "64GiB"
-    kernel: str = "reference"
+    kernel: KernelName = "auto"
+    kv_dtype: DType | None = None
     seed: int = 0
 
     def settings(self, tokens: int | None = None) -> PagerConfig:
@@ -69,6 +80,7 @@ class PagerOptions:
             swap=_swap(self),
             swap_limit=self.swap_limit,
             seed=self.seed,
+            kernel=self.kernel,
         )
 
 
@@ -200,13 +212,12 @@ def make_cache(model: LoadedModel, options: PagerOptions, tokens: int) -> PagerC
     """
     from kvpager.hf import PagerCache, kv_shape
 
-    if options.kernel not in KERNELS:
-        raise ConfigError(f"kernel: {options.kernel!r} is not one of {', '.join(KERNELS)}")
-    shape = kv_shape(model.model.config, model.dtype)
+    dtype = options.kv_dtype or model.dtype
+    shape = kv_shape(model.model.config, dtype)
     config = pager_config(options, tokens, shape)
     if options.swap is None and isinstance(config.swap, Path):
         _make_folder(config.swap)
-    cache = PagerCache(model.model.config, config, dtype=model.dtype)
+    cache = PagerCache(model.model.config, config, dtype=dtype)
     try:
         least = cache.pager.minimum_frames(tokens=tokens)
         require_frames(f"memory: {options.memory}", cache.stats().frames, least, shape.page_bytes(config.page_size))

@@ -15,11 +15,14 @@ from kvpager.errors import ConfigError
 
 __all__ = [
     "DIGESTS",
+    "DTYPES",
+    "KERNELS",
     "MODES",
     "POLICIES",
     "DType",
     "DigestKind",
     "KVShape",
+    "KernelName",
     "Mode",
     "PagerConfig",
     "PolicyName",
@@ -28,12 +31,15 @@ __all__ = [
 
 DType = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["recall", "discard"]
+KernelName = Literal["auto", "native", "reference"]
 PolicyName = Literal["attention", "h2o", "tova", "snapkv", "streaming", "lru", "fifo", "random"]
 DigestKind = Literal["2bit", "4bit", "mean-dev", "submeans", "minmax"]
 
+KERNELS: tuple[str, ...] = get_args(KernelName)
 MODES: tuple[str, ...] = get_args(Mode)
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 DIGESTS: tuple[str, ...] = get_args(DigestKind)
+DTYPES: tuple[str, ...] = get_args(DType)
 DEFAULT_POOL_BYTES = 256 * 2**20  # frames, where neither pool nor memory is given
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -152,6 +158,8 @@ class PagerConfig:
     prefix_tokens  the most tokens of closed sequences' full blocks kept for reuse; 0 keeps none.
     namespace      goes into every block key; whatever else the bytes depend on (weights, tenant).
     seed           of the `random` policy.
+    kernel         who computes attention: "native" (compiled), "reference" (NumPy), or "auto", the compiled one where
+                   it is built and fits the shape.
     """
 
     pool: int | str | None = None
@@ -174,11 +182,13 @@ class PagerConfig:
     prefix_tokens: int = 0
     namespace: str = ""
     seed: int = 0
+    kernel: KernelName = "auto"
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
         _one_of("policy", self.policy, POLICIES)
         _one_of("digest", self.digest, DIGESTS)
+        _one_of("kernel", self.kernel, KERNELS)
         if not isinstance(self.page_size, int) or self.page_size not in (8, 16, 32):
             raise ConfigError(f"page_size: {self.page_size!r} is not 8, 16 or 32")
         _whole("tile", self.tile, 1, 1024)

@@ -9,13 +9,13 @@ import argparse
 import re
 from collections.abc import Callable
 
-from kvpager.build import KERNELS, PagerOptions
-from kvpager.config import DIGESTS, MODES, POLICIES, parse_size
+from kvpager.build import PagerOptions
+from kvpager.config import DIGESTS, DTYPES, KERNELS, MODES, POLICIES, parse_size
 from kvpager.errors import ConfigError
 
 __all__ = ["add_model_options", "add_pager_options", "pager_options", "positive", "size", "whole"]
 
-DTYPES = ("auto", "float32", "bfloat16")
+WEIGHTS = ("auto", "float32", "bfloat16")
 DEFAULT_MODEL = "smollm2-135m"
 
 _POOL_SHARE = re.compile(r"\d+(?:\.\d+)?\s*%")
@@ -93,11 +93,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=WEIGHTS,
         default="auto",
-        help="number format of weights and pages; auto is the model's own (default: %(default)s)",
+        help="number format of weights and activations; auto is the model's own (default: %(default)s)",
     )
-    group.add_argument("--threads", type=whole(1, 4096), metavar="N", help="threads for the model (default: PyTorch's)")
+    group.add_argument(
+        "--threads",
+        type=whole(1, 256),
+        metavar="N",
+        help="threads for the model and the kernels (default: physical cores)",
+    )
 
 
 def add_pager_options(parser: argparse.ArgumentParser, swap: str | None = None) -> None:
@@ -140,7 +145,16 @@ def add_pager_options(parser: argparse.ArgumentParser, swap: str | None = None) 
         "--swap-limit", type=size, default="64GiB", metavar="SIZE", help="the most that swap may hold (default: 64GiB)"
     )
     group.add_argument(
-        "--kernel", choices=KERNELS, default="reference", help="who computes attention (default: reference)"
+        "--kernel",
+        choices=KERNELS,
+        default="auto",
+        help="who computes attention: native is compiled, reference is NumPy (default: auto, native where it is built)",
+    )
+    group.add_argument(
+        "--kv-dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="number format of pages; int8 has scales a page and channel, or token (default: auto, as --dtype)",
     )
     group.add_argument(
         "--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="of everything that is random (default: 0)"
@@ -168,5 +182,6 @@ def pager_options(args: argparse.Namespace) -> PagerOptions:
         swap=args.swap,
         swap_limit=args.swap_limit,
         kernel=args.kernel,
+        kv_dtype=None if args.kv_dtype == "auto" else args.kv_dtype,
         seed=args.seed,
     )

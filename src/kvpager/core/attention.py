@@ -47,30 +47,22 @@ class _Tile(NamedTuple):
     last: int
 
 
-class _Attended(NamedTuple):
-    """Pages attended to: the partial results, each page's head, block and row [n], and which pages were read back."""
+class _Pages(NamedTuple):
+    """Pages of one layer, sorted by head, then by position: int64 [n] each, and `flat`, their names in layer 0."""
 
-    parts: list[Partial]
     heads: IntArray
     blocks: IntArray
     rows: IntArray
+    starts: IntArray
+    counts: IntArray
+    flat: IntArray
+
+
+class _Attended(NamedTuple):
+    """The partial results of pages attended to, by group, and the indices of pages that were read back."""
+
+    parts: list[Partial]
     recalled: IntArray
-
-    def joined(self, other: _Attended) -> _Attended:
-        """Both, these pages first."""
-        recalled = self.recalled
-        if other.recalled.size:
-            recalled = np.concatenate([recalled, other.recalled + len(self.heads)])
-        return _Attended(
-            self.parts + other.parts,
-            np.concatenate([self.heads, other.heads]),
-            np.concatenate([self.blocks, other.blocks]),
-            np.concatenate([self.rows, other.rows]),
-            recalled,
-        )
-
-
-NOTHING = np.empty(0, np.int64)
 
 
 class Attender:
@@ -87,7 +79,6 @@ class Attender:
     ) -> None:
         self._shape, self._config, self._group_pages = shape, config, group_pages
         self._residency, self._kernel, self._digest = residency, kernel, digest
-        self._heads = np.arange(shape.kv_heads)
         self.observers: list[Callable[[TileEvent], None]] = []
 
     def attend(
@@ -132,42 +123,70 @@ class Attender:
         if query.window is not None and tile.first:
             self._residency.table.expired[sequence.rows[: tile.first], layer] = True
         # the tile's own pages first: what they get of each query's attention is known exactly when the past is chosen
-        attended = self._groups(sequence, layer, tile, *self._own_pages(tile))
-        past = self._selected(step, sequence, layer, tile, attended)
-        heads, blocks = past.nonzero()
-        if heads.size:
-            attended = attended.joined(self._groups(sequence, layer, tile, heads, blocks + tile.first))
-        heads, blocks = attended.heads, attended.blocks
-        settled = self._kernel.settle(attended.parts, heads)
+        pages = self._planned(step, sequence, layer, tile, own=True)
+        parts, recalled = self._groups(layer, tile, pages)
+        heads, blocks, rows = pages.heads, pages.blocks, pages.rows
+        past = self._selected(step, sequence, layer, tile, parts)
+        if tile.own > tile.first and (past is None or past.any()):
+            if past is None:
+                before = self._planned(step, sequence, layer, tile, own=False)
+            else:
+                where = past.nonzero()
+                before = self._pages(sequence, layer, where[0], where[1] + tile.first)
+            attended = self._groups(layer, tile, before)
+            parts = parts + attended.parts
+            if attended.recalled.size:
+                recalled = np.concatenate([recalled, attended.recalled + len(heads)])
+            heads = np.concatenate([heads, before.heads])
+            blocks = np.concatenate([blocks, before.blocks])
+            rows = np.concatenate([rows, before.rows])
+        settled = self._kernel.settle(parts, heads)
         queries = query.queries.shape[1]
         masses = settled.masses
-        self._residency.scorer.observe(attended.rows, layer, heads, masses, queries, self.now(sequence))
+        self._residency.scorer.observe(rows, layer, heads, masses, queries, self.now(sequence))
         counters = self._residency.counters
         counters.tiles += 1
         counters.pages_attended += len(heads)
         page_mass = np.zeros((self._shape.kv_heads, tile.last), np.float32)
         page_mass[heads, blocks] = masses.total if queries == 1 else masses.total / np.float32(queries)
         if self.observers:
-            self._tell(sequence, layer, tile, past, attended, page_mass)
+            self._tell(sequence, layer, tile, heads, blocks, recalled, page_mass)
         return settled.output, page_mass
 
     def _tell(
-        self, sequence: Sequence, layer: int, tile: _Tile, past: BoolArray, attended: _Attended, page_mass: FloatArray
+        self,
+        sequence: Sequence,
+        layer: int,
+        tile: _Tile,
+        heads: IntArray,
+        blocks: IntArray,
+        recalled: IntArray,
+        page_mass: FloatArray,
     ) -> None:
         selected = np.zeros(page_mass.shape, np.bool_)
-        selected[:, tile.first : tile.own] = past
-        selected[:, tile.own :] = True
-        came = np.stack([attended.heads[attended.recalled], attended.blocks[attended.recalled]], axis=1)
+        selected[heads, blocks] = True
+        came = np.stack([heads[recalled], blocks[recalled]], axis=1)
         event = TileEvent(sequence, layer, tile.query.start, tile.stop, selected, came, page_mass.copy())
         for observer in self.observers:
             observer(event)
 
-    def _own_pages(self, tile: _Tile) -> tuple[IntArray, IntArray]:
-        """Heads and blocks of the tile's own pages."""
-        count = tile.last - tile.own
-        if count == 1:
-            return self._heads, np.full(self._shape.kv_heads, tile.own)
-        return np.repeat(self._heads, count), np.tile(np.arange(tile.own, tile.last), self._shape.kv_heads)
+    def _planned(self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: bool) -> _Pages:
+        """All of the tile's own pages, or all of its past: the same in every layer with the same window."""
+        first, stop = (tile.own, tile.last) if own else (tile.first, tile.own)
+        key = (sequence.id, first, stop, int(sequence.filled[layer]))
+        pages: _Pages | None = step.plans.get(key)
+        if pages is None:
+            count, heads = stop - first, self._shape.kv_heads
+            blocks = np.tile(np.arange(first, stop), heads)
+            pages = step.plans[key] = self._pages(sequence, layer, np.repeat(np.arange(heads), count), blocks)
+        return pages
+
+    def _pages(self, sequence: Sequence, layer: int, heads: IntArray, blocks: IntArray) -> _Pages:
+        size = self._config.page_size
+        rows = sequence.rows[blocks]
+        starts = blocks * size
+        counts = np.minimum(sequence.filled[layer] - starts, size)
+        return _Pages(heads, blocks, rows, starts, counts, self._residency.table.flat(rows, 0, heads))
 
     def _span(self, query: TileQuery) -> _Tile:
         size = self._config.page_size
@@ -182,54 +201,55 @@ class Attender:
         """
         return sequence.tick if sequence.view is not None else self._residency.clock.tick
 
-    def _groups(self, sequence: Sequence, layer: int, tile: _Tile, heads: IntArray, blocks: IntArray) -> _Attended:
-        """Attend to pages, sorted by head, then by position, a fixed group at a time."""
-        residency, size, most = self._residency, self._config.page_size, self._group_pages
-        rows = sequence.rows[blocks]
-        starts = blocks * size
-        counts = np.minimum(sequence.filled[layer] - starts, size)
+    def _groups(self, layer: int, tile: _Tile, pages: _Pages) -> _Attended:
+        """Attend to pages, a fixed group at a time."""
+        residency, most = self._residency, self._group_pages
+        flat = pages.flat + layer * self._shape.kv_heads
+        if len(flat) <= most:
+            frames, absent = residency.fault(flat)
+            group = PageList(frames, pages.heads, pages.starts, pages.counts, self._shape.kv_heads)
+            return _Attended([self._kernel.attend(residency.storage, tile.query, group)], absent)
         parts: list[Partial] = []
         recalled: list[IntArray] = []
-        for begin in range(0, len(rows), most):
+        for begin in range(0, len(flat), most):
             span = slice(begin, begin + most)
-            frames, absent = residency.fault(rows[span], layer, heads[span])
-            if begin + most < len(rows):
-                following = slice(begin + most, begin + 2 * most)
-                residency.prefetch(rows[following], layer, heads[following])
             # nothing is evicted between a fault and the attention that it is for
-            group = PageList(frames, heads[span], starts[span], counts[span], self._shape.kv_heads)
+            frames, absent = residency.fault(flat[span])
+            if begin + most < len(flat):
+                residency.prefetch(flat[begin + most : begin + 2 * most])
+            group = PageList(frames, pages.heads[span], pages.starts[span], pages.counts[span], self._shape.kv_heads)
             parts.append(self._kernel.attend(residency.storage, tile.query, group))
-            if absent.size:
-                recalled.append(absent + begin)
-        return _Attended(parts, heads, blocks, rows, np.concatenate(recalled) if recalled else NOTHING)
+            recalled.append(absent + begin)
+        return _Attended(parts, np.concatenate(recalled))
 
-    def _selected(self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: _Attended) -> BoolArray:
-        """The past pages that the tile attends to: bool [H, own - first], from block `first` on."""
-        past = slice(tile.first, tile.own)
-        coverage = 1.0
+    def _selected(
+        self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: list[Partial]
+    ) -> BoolArray | None:
+        """The past pages that the tile attends to: bool [H, own - first], from block `first` on; None for all."""
+        counters = self._residency.counters
         if sequence.view is not None:
             self._prune(step, sequence, layer, tile)
-            selected = sequence.view[past, layer].T
-            left_out = not selected.all()
+            selected = sequence.view[tile.first : tile.own, layer].T
+            counters.coverage_sum += 1.0
+            if selected.all():
+                return selected
         elif self._digest is None or tile.own - tile.first <= (self._config.budget_pages or 0):
-            selected = np.ones((self._shape.kv_heads, tile.own - tile.first), np.bool_)
-            left_out = False
+            counters.coverage_sum += 1.0
+            return None
         else:
             selected, coverage = self._choose(sequence, layer, tile, own)
-            left_out = True
-        if left_out:
-            self._mark_approximate(sequence, tile)
-        self._residency.counters.coverage_sum += coverage
+            counters.coverage_sum += coverage
+        self._mark_approximate(sequence, tile)
         return selected
 
-    def _choose(self, sequence: Sequence, layer: int, tile: _Tile, own: _Attended) -> tuple[BoolArray, float]:
+    def _choose(self, sequence: Sequence, layer: int, tile: _Tile, own: list[Partial]) -> tuple[BoolArray, float]:
         """The budget's worth of past pages with the largest estimated mass: bool [H, n], and the share of all kept."""
         assert self._digest is not None
         config = self._config
         assert config.budget_pages is not None
         rows = sequence.rows[tile.first : tile.own]
         starts = np.arange(tile.first, tile.own) * config.page_size
-        own_lse = own.parts[0].lse if len(own.parts) == 1 else merge(own.parts)[1]
+        own_lse = own[0].lse if len(own) == 1 else merge(own)[1]
         room = Room(config.budget_pages, config.sink_pages, config.recent_pages, tile.first)
         choice = self._digest.choose(layer, rows, tile.query, starts, own_lse, room)
         self._residency.scorer.estimated(sequence.part(tile.first, tile.own), layer, choice.ratio)

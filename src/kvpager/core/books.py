@@ -51,8 +51,7 @@ def read(state: State, sequence: Sequence, layer: int, start: int, stop: int) ->
         raise InputError(f"read: pages of positions {start}..{stop - 1} were discarded")
     # a block's heads at a time: that many frames are always to be had
     for index in range(first, last):
-        rows = np.full(heads, sequence.rows[index])
-        frames, _ = state.residency.fault(rows, layer, np.arange(heads))
+        frames, _ = state.residency.fault(state.table.flat(sequence.rows[index], layer, np.arange(heads)))
         page_keys, page_values = state.residency.storage.read(frames)
         low, high = max(start, index * size), min(stop, (index + 1) * size)
         inside, outside = slice(low - index * size, high - index * size), slice(low - start, high - start)

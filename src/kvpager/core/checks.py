@@ -27,7 +27,7 @@ def floats(name: str, value: Any, shape: tuple[int | None, ...], layout: str, dt
         raise InputError(f"{name}: expected a NumPy array {layout}, got {type(value).__name__}")
     if value.dtype.kind != "f":
         raise InputError(f"{name}: expected floating-point numbers, got {value.dtype}")
-    if len(value.shape) != len(shape) or not all(map(_fits, value.shape, shape)):
+    if value.shape != shape and (len(value.shape) != len(shape) or not all(map(_fits, value.shape, shape))):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InputError(f"{name}: shape {value.shape} is not {layout} = ({wanted})")
     if value.dtype == np.float32:

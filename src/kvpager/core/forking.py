@@ -82,7 +82,7 @@ def _copy_block(state: State, source: int) -> int:
         frames = pool.allocate(flat.ravel(), residency.make_room).reshape(flat.shape)
         table.frame[target] = frames
         for layer in range(table.layers):
-            came, _ = residency.fault(np.full(table.heads, source), layer, heads)
+            came, _ = residency.fault(table.flat(source, layer, heads))
             residency.storage.copy(came, frames[layer])
     except BaseException:
         state.blocks.drop(target)

@@ -38,6 +38,7 @@ def changes(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def checked(self: _Guarded, *args: Any, **kwargs: Any) -> Any:
+        self._check_thread(method.__name__)
         if self._attending:
             raise StepError(
                 f"{method.__name__}: called by an observer while the pager attends; there it may only be looked at "
@@ -45,4 +46,4 @@ def changes(method: _Method) -> _Method:
             )
         return method(self, *args, **kwargs)
 
-    return owned(cast(_Method, checked))
+    return cast(_Method, checked)

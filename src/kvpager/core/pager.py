@@ -19,7 +19,7 @@ from kvpager.core.guards import changes, owned
 from kvpager.core.sequence import Sequence
 from kvpager.core.state import State
 from kvpager.errors import ConfigError, InputError, SequenceError, StepError, ThreadError
-from kvpager.kernels.reference import ReferenceKernel
+from kvpager.kernels.choose import open_kernel
 from kvpager.ports import FloatArray, Kernel, Swap
 from kvpager.stats import PagerStats
 
@@ -45,7 +45,7 @@ class Pager:
     Args:
         shape: the model's KV shape.
         config: how to page.
-        kernel: attention over frames; the NumPy reference kernel by default.
+        kernel: attention over frames; made from `config.kernel` by default.
         swap: where evicted pages go; made from `config.swap` by default. Closed by `shutdown` either way.
 
     Raises ConfigError, or SwapError when swap can't be opened. One thread owns a pager (the one that makes it,
@@ -67,7 +67,7 @@ class Pager:
             raise ConfigError(f"config: expected a PagerConfig, got {type(config).__name__}")
         self.shape = shape
         self.config = config or PagerConfig()
-        self._state = State(shape, self.config, kernel or ReferenceKernel(), swap)
+        self._state = State(shape, self.config, kernel or open_kernel(shape, self.config), swap)
         self._thread = threading.get_ident()
         self._down = False
         self._attending = False

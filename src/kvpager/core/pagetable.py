@@ -54,7 +54,7 @@ class PageTable:
             self.sealed = np.concatenate([self.sealed, flags])
             self.expired = np.concatenate([self.expired, flags])
 
-    def flat(self, rows: IntArray, layer: int, heads: IntArray) -> IntArray:
+    def flat(self, rows: IntArray | int, layer: int, heads: IntArray) -> IntArray:
         """Flat indices of pages: the owners' names in the frame pool."""
         return (rows * self.layers + layer) * self.heads + heads
 

@@ -86,18 +86,18 @@ class Residency:
         self.table.frame[rows, layer] = frames
         return frames
 
-    def fault(self, rows: IntArray, layer: int, heads: IntArray) -> tuple[IntArray, IntArray]:
-        """Bring pages [n] into the pool: their frames [n], and the indices of those that were absent.
+    def fault(self, flat: IntArray) -> tuple[IntArray, IntArray]:
+        """Bring pages (flat indices, [n]) into the pool: their frames, and the indices of those that were absent.
 
         They stay there until the next call that needs room. Raises PageLost, PoolExhausted or SwapError with nothing
         changed.
         """
-        flat = self.table.flat(rows, layer, heads)
         frames = self.table.frame.reshape(-1)[flat].astype(np.int64)
         absent = (frames == ABSENT).nonzero()[0]
         if absent.size:
-            frames[absent] = self._recall(flat[absent], frames[frames != ABSENT])
-            self.table.expired[rows[absent], layer] = False
+            back = flat[absent]
+            frames[absent] = self._recall(back, frames[frames != ABSENT])
+            self.table.expired.reshape(-1)[back // self.table.heads] = False
         return frames, absent
 
     def _recall(self, flat: IntArray, needed: IntArray) -> IntArray:
@@ -119,12 +119,12 @@ class Residency:
         self.counters.faults += 1
         return taken
 
-    def prefetch(self, rows: IntArray, layer: int, heads: IntArray) -> None:
+    def prefetch(self, flat: IntArray) -> None:
         """Tell swap which of these pages [n] will be read soon."""
         if self.swap is not None:
-            absent = self.table.frame[rows, layer, heads] == ABSENT
-            if absent.any():
-                self.swap.prefetch(self.table.slot[rows, layer, heads][absent].astype(np.int64))
+            absent = flat[self.table.frame.reshape(-1)[flat] == ABSENT]
+            if absent.size:
+                self.swap.prefetch(self.table.slot.reshape(-1)[absent].astype(np.int64))
 
     def make_room(self, count: int) -> None:
         """Evict up to `count` pages, those of least score; dirty ones are written to swap first.

@@ -137,6 +137,7 @@ class AttentionScorer:
         self._pages: dict[str, Numbers] = {"last_used": np.zeros(pages, np.int32), "seen": np.zeros(pages, np.uint8)}
         for name in sorted(self.needs - {"born"}):
             self._pages[name] = np.zeros(pages, np.float16 if name == "estimate" else np.float32)
+        self._by_layer: list[dict[str, Numbers]] = []  # views of the same, flat
 
     @property
     def rows(self) -> int:
@@ -161,6 +162,9 @@ class AttentionScorer:
         self._position = np.concatenate([self._position, np.zeros(more, np.int32)])
         self._born = longer(self._born)
         self._pages = {name: longer(array) for name, array in self._pages.items()}
+        self._by_layer = [
+            {name: field[layer].reshape(-1) for name, field in self._pages.items()} for layer in range(self.layers)
+        ]
 
     def born(self, rows: IntArray, layer: int, positions: IntArray, tick: int) -> None:
         """Start the pages of new blocks in one layer (all heads): rows [n], block indices [n]."""
@@ -177,7 +181,7 @@ class AttentionScorer:
         """
         self._ran[layer] = tick
         page = rows * self.kv_heads + heads
-        fields = {name: field[layer].reshape(-1) for name, field in self._pages.items()}
+        fields = self._by_layer[layer]
         fields["last_used"][page] = tick
         before = fields["seen"][page]
         fields["seen"][page] = before + (before < SEEN_MAX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -102,6 +103,7 @@ class Step:
 
     counts   tokens that each sequence brings, by id; None for the implicit step of a single call
     held     (row, layer) of pages that were open when the step began: they stay in the pool until its end
+    plans    page lists that all layers share, kept by the attention
     scores   what the scorer knew of the sequences' pages when the step began
     dropped  discard mode: flat indices of pages that left a view in this step, oldest first; the first `settled`
              entries have been given up
@@ -114,6 +116,7 @@ class Step:
     tokens: dict[int, list[int]]
     tick: int
     held: set[tuple[int, int]] = field(default_factory=set)
+    plans: dict[tuple[int, ...], Any] = field(default_factory=dict)
     scores: list[Snapshot] = field(default_factory=list)
     dropped: list[tuple[Sequence, IntArray]] = field(default_factory=list)
     settled: int = 0

@@ -115,7 +115,9 @@ def _numpy(states: torch.Tensor, where: Where) -> FloatArray:
         states = states[:, where]
     if states.dtype is not torch.float32:
         states = states.float()
-    array: FloatArray = states.detach().cpu().numpy()
+    if states.requires_grad or not states.is_cpu:
+        states = states.detach().cpu()
+    array: FloatArray = states.numpy()
     return array
 
 
@@ -206,7 +208,7 @@ class Step:
         self._pager.append(sequence, layer, _numpy(key[0], None), _numpy(value[0], None))
         result = self._pager.attend(sequence, layer, _numpy(query[0], None), scale=scale, softcap=softcap)
         output = torch.from_numpy(result.output).transpose(0, 1).unsqueeze(0)
-        return output if query.dtype is torch.float32 and query.device == output.device else output.to(query)
+        return output.to(query.dtype) if query.is_cpu else output.to(query)
 
     def _rows_attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None

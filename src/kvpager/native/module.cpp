@@ -38,7 +38,7 @@ NB_MODULE(_native, module) {
       },
       "Instruction sets that can be used here, the best one last.");
   module.def("set_isa", &set_isa, nb::arg("name"), "Use another instruction set; ValueError where it is not available.");
-  module.def("threads", &threads, "Threads that the kernels use.");
+  module.def("threads", &threads, "Threads that the kernels use; 0 until a number was set (one is used then).");
   module.def("set_threads", &set_threads, nb::arg("count"), "Use so many threads, 1 to 256; ValueError otherwise.");
   module.def("allocate", &allocate, nb::arg("bytes"),
              "Zeroed memory between guard pages, uint8 [bytes], aligned to 64 and in huge pages where possible.");

@@ -116,7 +116,7 @@ class Pool {
 struct Shared {
   std::mutex use;  // held while a call uses the pool
   std::unique_ptr<Pool> pool;
-  std::atomic<int> wanted{1};
+  std::atomic<int> wanted{0};  // not set: one
 };
 
 Shared& shared() {

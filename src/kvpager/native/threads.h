@@ -8,7 +8,7 @@ namespace kvpager {
 using Work = void (*)(void* context, int64_t item, int thread);
 
 // Runs work(context, item, thread) for every item in [0, items), and returns when all are done; `thread` is below
-// threads(). Items are handed out one by one, in order. What an item computes must not depend on `thread`.
+// max(threads(), 1). Items are handed out one by one, in order. What an item computes must not depend on `thread`.
 // From inside an item, or while another thread of the program uses the pool, the items run in the calling thread.
 void run_parallel(int64_t items, Work work, void* context);
 
@@ -19,6 +19,7 @@ inline void parallel(int64_t items, F&& f) {
       items, [](void* context, int64_t item, int thread) { (*static_cast<F*>(context))(item, thread); }, &f);
 }
 
+// 0 until set_threads was called: one thread is used then.
 int threads();
 // Throws std::invalid_argument when `count` is not in 1..256.
 void set_threads(int count);

@@ -1,0 +1,69 @@
+"""Which kernel computes attention: the compiled one where it is built and fits, else the reference."""
+
+from __future__ import annotations
+
+import warnings
+
+from kvpager.config import KVShape, PagerConfig
+from kvpager.errors import ConfigError
+from kvpager.kernels.cores import default_threads
+from kvpager.kernels.reference import ReferenceKernel
+from kvpager.ports import Kernel
+
+__all__ = ["native_available", "open_kernel", "set_threads"]
+
+HEAD_DIM_MOST = 256
+REBUILD = "install kvpager again with a C++20 compiler (g++ or clang++) at hand"
+
+
+def open_kernel(shape: KVShape, config: PagerConfig) -> Kernel:
+    """The kernel that `config.kernel` names for a shape.
+
+    "auto" takes the compiled one where it is built and can serve the shape (head_dim a multiple of 8 up to 256), else
+    the reference, with a RuntimeWarning when it is not built. "native" raises ConfigError instead.
+    """
+    if config.kernel == "reference":
+        return ReferenceKernel()
+    fits = shape.head_dim % 8 == 0 and shape.head_dim <= HEAD_DIM_MOST
+    if config.kernel == "native" and not fits:
+        raise ConfigError(
+            f"kernel: 'native' serves a head_dim that is a multiple of 8 up to {HEAD_DIM_MOST}, not {shape.head_dim}"
+        )
+    if fits and native_available():
+        from kvpager.kernels.native import NativeKernel
+
+        set_threads(None)
+        return NativeKernel()
+    if config.kernel == "native":
+        raise ConfigError(f"kernel: 'native' is not built here; {REBUILD}")
+    if fits:
+        warnings.warn(f"the compiled kernels are not built: attention will be slow; {REBUILD}", RuntimeWarning, 2)
+    return ReferenceKernel()
+
+
+def native_available() -> bool:
+    """Whether the compiled kernels are built."""
+    try:
+        import kvpager._native  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def set_threads(count: int | None) -> None:
+    """Let the compiled kernels of this process use `count` threads, 1 to 256.
+
+    None sets the default, the physical cores, unless a number was set before. Nothing happens where the kernels are
+    not built. Raises ConfigError for another number.
+    """
+    if not native_available():
+        return
+    from kvpager import _native
+
+    if count is None:
+        if _native.threads() == 0:
+            _native.set_threads(default_threads())
+        return
+    if not 1 <= count <= 256:
+        raise ConfigError(f"threads: {count} is not in 1..256")
+    _native.set_threads(count)
