@@ -47,8 +47,13 @@ WINDOW = 32
 class FrameStorage(Protocol):
     """The bytes behind the pool's frames, in a layout that belongs to the kernel."""
 
-    page_bytes: int
-    nbytes: int
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page as it is stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames, and of what is held beside them."""
 
     def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
         """Store tokens `offset`.. of each frame's page; keys and values are float32 [n, tokens, D]."""

@@ -171,7 +171,7 @@ def test_wrong_arguments_are_refused_by_name():
     storage, pages, tile = case.storage(NATIVE), case.pages(0, 8), case.tile
 
     def attend(**changed: object) -> None:
-        fields = {**vars(pages), **vars(tile), **changed}
+        fields = {**pages._asdict(), **tile._asdict(), **changed}
         query = TileQuery(*(fields[name] for name in ("queries", "start", "scale", "window", "softcap")))
         group = PageList(*(fields[name] for name in ("frames", "heads", "starts", "counts", "kv_heads")))
         NATIVE.attend(storage, query, group)

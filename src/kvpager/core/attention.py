@@ -131,8 +131,8 @@ class Attender:
             if past is None:
                 before = self._planned(step, sequence, layer, tile, own=False)
             else:
-                where = past.nonzero()
-                before = self._pages(sequence, layer, where[0], where[1] + tile.first)
+                heads_in, blocks_in = past.nonzero()  # strided views of one array; kernels want contiguous ones
+                before = self._pages(sequence, layer, np.ascontiguousarray(heads_in), blocks_in + tile.first)
             attended = self._groups(layer, tile, before)
             parts = parts + attended.parts
             if attended.recalled.size:

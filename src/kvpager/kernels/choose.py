@@ -12,7 +12,6 @@ from kvpager.ports import Kernel
 
 __all__ = ["native_available", "open_kernel", "set_threads"]
 
-HEAD_DIM_MOST = 256
 REBUILD = "install kvpager again with a C++20 compiler (g++ or clang++) at hand"
 
 
@@ -24,20 +23,20 @@ def open_kernel(shape: KVShape, config: PagerConfig) -> Kernel:
     """
     if config.kernel == "reference":
         return ReferenceKernel()
-    fits = shape.head_dim % 8 == 0 and shape.head_dim <= HEAD_DIM_MOST
-    if config.kernel == "native" and not fits:
-        raise ConfigError(
-            f"kernel: 'native' serves a head_dim that is a multiple of 8 up to {HEAD_DIM_MOST}, not {shape.head_dim}"
-        )
-    if fits and native_available():
-        from kvpager.kernels.native import NativeKernel
+    if not native_available():
+        if config.kernel == "native":
+            raise ConfigError(f"kernel: 'native' is not built here; {REBUILD}")
+        warnings.warn(f"the compiled kernels are not built: attention will be slow; {REBUILD}", RuntimeWarning, 2)
+        return ReferenceKernel()
+    from kvpager.kernels.native import MOST_HEAD_DIM, NativeKernel, serves
 
+    if serves(shape):
         set_threads(None)
         return NativeKernel()
     if config.kernel == "native":
-        raise ConfigError(f"kernel: 'native' is not built here; {REBUILD}")
-    if fits:
-        warnings.warn(f"the compiled kernels are not built: attention will be slow; {REBUILD}", RuntimeWarning, 2)
+        raise ConfigError(
+            f"kernel: 'native' serves a head_dim that is a multiple of 8 up to {MOST_HEAD_DIM}, not {shape.head_dim}"
+        )
     return ReferenceKernel()
 
 
