@@ -25,7 +25,7 @@ def _as_it_was():
     isa, threads = _native.isa(), _native.threads()
     yield
     _native.set_isa(isa)
-    _native.set_threads(threads)
+    _native.set_threads(max(threads, 1))
 
 
 class Case:
@@ -124,7 +124,7 @@ def case_heads(part: Partial, other: Partial) -> np.ndarray:
 def test_bits_depend_neither_on_threads_nor_on_where_pages_lie(dtype, asked, group, tokens):
     results = []
     for threads in (1, 2, 3, 4):
-        _native.set_threads(threads)
+        _native.set_threads(max(threads, 1))
         case = Case(
             heads=2, group=group, dim=64, size=16, tokens=tokens, asked=asked, dtype=dtype, seed=1, order=threads
         )
@@ -171,7 +171,7 @@ def test_wrong_arguments_are_refused_by_name():
     storage, pages, tile = case.storage(NATIVE), case.pages(0, 8), case.tile
 
     def attend(**changed: object) -> None:
-        fields = {**pages._asdict(), **tile._asdict(), **changed}
+        fields = {**pages._asdict(), **vars(tile), **changed}
         query = TileQuery(*(fields[name] for name in ("queries", "start", "scale", "window", "softcap")))
         group = PageList(*(fields[name] for name in ("frames", "heads", "starts", "counts", "kv_heads")))
         NATIVE.attend(storage, query, group)
