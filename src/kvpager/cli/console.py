@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-__all__ = ["emit", "emit_json", "progress", "say"]
+__all__ = ["aligned", "emit", "emit_json", "progress", "say"]
 
 
 def emit(text: str, end: str = "\n") -> None:
@@ -25,6 +25,15 @@ def say(message: str) -> None:
     """Write a line to standard error."""
     sys.stderr.write(message + "\n")
     sys.stderr.flush()
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """A table for people: the first column to the left, all others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in pairs).rstrip()
+        for pairs in (enumerate(zip(row, widths, strict=True)) for row in rows)
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
 
-__all__ = ["Generation", "Sampler", "TextStream", "generate"]
+__all__ = ["Generation", "Sampler", "TextStream", "generate", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def generate(
     steps = 0
     with torch.inference_mode():
         started = time.perf_counter()
-        logits = _prefill(loaded.model, cache, prompt, on_prefill)
+        logits = prefill(loaded.model, cache, prompt, on_prefill)
         token = sampler(logits)
         decode_started = time.perf_counter()
         for remaining in range(max_tokens, 0, -1):
@@ -168,7 +168,8 @@ def chunks(length: int, step: int) -> Iterable[tuple[int, int]]:
     return ((start, min(start + step, length)) for start in range(0, length, step))
 
 
-def _prefill(model: Any, cache: PagerCache, prompt: list[int], on_prefill: Callable[[int], None]) -> torch.Tensor:
+def prefill(model: Any, cache: PagerCache, prompt: list[int], on_prefill: Callable[[int], None]) -> torch.Tensor:
+    """Read a prompt in chunks: logits after its last token. `on_prefill` gets the tokens read so far."""
     logits = None
     for start, stop in chunks(len(prompt), chunk_size(cache.pager)):
         logits = _forward(model, cache, prompt[start:stop])

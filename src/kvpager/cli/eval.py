@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpager.cli.console import emit, emit_json, progress, say
+from kvpager.cli.console import aligned, emit, emit_json, progress, say
 from kvpager.cli.options import add_model_options, add_pager_options, pager_options, positive, whole
 from kvpager.config import DIGESTS, MODES, POLICIES
 from kvpager.errors import ConfigError
@@ -249,7 +248,7 @@ def table(task: EchoTask, full: EchoFull, runs: list[tuple[str, int, EchoRun]]) 
         "Losses in nats a token; KL and top-1 against the full cache, over all positions after the first passage;",
         "recalls and evictions in pages a token.",
         "",
-        _aligned(rows),
+        aligned(rows),
         "",
         _memory(full, runs),
     ]
@@ -284,12 +283,4 @@ def _memory(full: EchoFull, runs: list[tuple[str, int, EchoRun]]) -> str:
         share = f"{stats.resident_bytes / full.kv_bytes:.1%}"
         swap, peak = (f"{size / MIB:.1f}" for size in (stats.swap_bytes, stats.peak_rss_bytes))
         rows.append((name, str(budget), *(f"{size / MIB:.1f}" for size in sizes), share, swap, peak))
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in pairs).rstrip()
-        for pairs in (enumerate(zip(row, widths, strict=True)) for row in rows)
-    )
+    return aligned(rows)

@@ -4,8 +4,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+
 #include "isa.h"
 #include "memory.h"
+#include "stream.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -22,6 +27,28 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> allocate(size_t bytes) {
   auto* region = new Region(bytes);
   nb::capsule owner(region, [](void* held) noexcept { delete static_cast<Region*>(held); });
   return {region->data(), {bytes}, owner};
+}
+
+double stream_read(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> array, int repeats) {
+  const auto bytes = static_cast<int64_t>(array.size());
+  if (bytes == 0) throw std::invalid_argument("array: it is empty");
+  if (repeats < 1 || repeats > 1000)
+    throw std::invalid_argument("repeats: " + std::to_string(repeats) + " is not in 1..1000");
+  const uint8_t* data = array.data();
+  const int64_t pieces = (bytes + kStreamPiece - 1) / kStreamPiece;
+  std::vector<double> seconds;
+  std::atomic<uint64_t> sum{0};  // so that no read can be left out
+  nb::gil_scoped_release release;
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    const auto began = std::chrono::steady_clock::now();
+    parallel(pieces, [&](int64_t piece, int) {
+      const int64_t at = piece * kStreamPiece;
+      sum.fetch_add(stream().read(data + at, std::min(kStreamPiece, bytes - at)), std::memory_order_relaxed);
+    });
+    seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+  }
+  std::sort(seconds.begin(), seconds.end());
+  return seconds[seconds.size() / 2];
 }
 
 }  // namespace
@@ -42,6 +69,9 @@ NB_MODULE(_native, module) {
   module.def("set_threads", &set_threads, nb::arg("count"), "Use so many threads, 1 to 256; ValueError otherwise.");
   module.def("allocate", &allocate, nb::arg("bytes"),
              "Zeroed memory between guard pages, uint8 [bytes], aligned to 64 and in huge pages where possible.");
+  module.def("stream_read", &stream_read, nb::arg("array").noconvert(), nb::arg("repeats"),
+             "Seconds to read uint8 [bytes] once with all threads, the median of so many times; ValueError for an empty "
+             "array, or repeats not in 1..1000.");
   bind_attention(module);
   bind_digest(module);
   bind_linear(module);
