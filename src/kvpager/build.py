@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
 
-__all__ = ["PagerOptions", "load_model", "make_cache", "pager_config"]
+__all__ = ["PagerOptions", "load_model", "make_cache", "pager_config", "yield_while_waiting"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that one forward reads, where there is room for them
 MEMORY_SHARE = 1.5  # of the full KV: more than all frames with their digests and tables can take
@@ -182,7 +182,7 @@ def load_model(
     from kvpager.models import load, require_packages
 
     require_packages()
-    _yield_while_waiting()
+    yield_while_waiting()
     import torch
 
     import kvpager.hf
@@ -193,7 +193,7 @@ def load_model(
     return load(name, dtype=dtype, attn_implementation="kvpager", progress=progress)
 
 
-def _yield_while_waiting() -> None:
+def yield_while_waiting() -> None:
     """Let PyTorch's threads sleep while they wait for each other, unless the user has said otherwise.
 
     By default they spin. Where other programs want the cores too, that costs far more than it saves: with a load of

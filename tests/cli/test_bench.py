@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -63,11 +64,22 @@ def test_the_machine_and_the_stream_are_told(capsys: pytest.CaptureFixture[str])
     assert stream["least_gb_per_s"] <= result["stream_gb_per_s"] <= stream["most_gb_per_s"]
     # three before all else, then one before and one after each of the two rounds of the two cases
     assert stream["passes"] == 3 + 2 * 3
+    assert stream["processor_share"] > 0
     assert {"python", "numpy", "torch", "kvpager"} <= set(result["versions"])
     assert result["machine"]["cores"] >= 1
     native = native_module()
     assert result["isas"] == ([] if native is None else native.isas())
     assert result["isa"] in (result["isas"] or [None])
+
+
+@pytest.mark.skipif(native_module() is None, reason="the extension is not built here")
+def test_the_native_kernel_is_checked_and_measured_with_and_without_page_mass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = measured(capsys, *KERNEL, "--kernels", "native,native-massless", "--tile", "1,16")
+    assert [row["kernel"] for row in result["rows"]] == ["native", "native-massless"] * 4
+    assert set(result["differences"]) == {"native bfloat16 4/2x16", "native-massless bfloat16 4/2x16"}
+    assert all(difference < 1e-2 for difference in result["differences"].values())
 
 
 def test_two_ways_to_hold_pages_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +124,13 @@ def test_what_does_not_fit_is_skipped_and_said(capsys: pytest.CaptureFixture[str
     assert "Skipped:" in capsys.readouterr().out
 
 
+def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for busy in (True, False):
+        monkeypatch.setattr("kvpager.bench.stream.process_time", (lambda: 0.0) if busy else perf_counter)
+        assert main([*KERNEL, "--kernels", "reference"]) == 0
+        assert ("Other programs used the cores too (ours had 0%)" in capsys.readouterr().out) == busy
+
+
 def test_the_table_for_people_and_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "kernels.png"
     assert main([*KERNEL, "--kernels", "reference,sdpa-fp32", "--batch", "1,2", "--plot", str(target)]) == 0
@@ -125,7 +144,10 @@ def test_the_table_for_people_and_the_picture(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kernels", "flash"], "kernels: 'flash' is not one of native, reference, sdpa-fp32, sdpa-bf16"),
+        (
+            ["--kernels", "flash"],
+            "kernels: 'flash' is not one of native, native-massless, reference, sdpa-fp32, sdpa-bf16",
+        ),
         (["--shapes", "9x64"], "shapes: '9x64' is not QUERY_HEADS/KV_HEADSxHEAD_DIM, as in 9/3x64"),
         (["--shapes", "9/2x64"], "query_heads: 9 is not a multiple of kv_heads, 2"),
         (["--isa", "mmx"], "isa: 'mmx' is not one of"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvpager.ports import FloatArray, IntArray, Kernel, PageList, Partial, TileQ
 
 __all__ = ["KERNELS", "Contender", "Paged", "Place", "Sdpa", "SdpaMemory", "attend", "groups", "open_kernel"]
 
-KERNELS = ("native", "reference", "sdpa-fp32", "sdpa-bf16")
+KERNELS = ("native", "native-massless", "reference", "sdpa-fp32", "sdpa-bf16")
 Place = Callable[[], object]
 """Attends once to one place of a contender's memory."""
 GROUP_PAGES = 256  # as a pager groups them: PagerConfig.group_pages
@@ -59,14 +58,16 @@ class Contender(ABC):
 
 
 def open_kernel(name: str) -> Kernel:
-    """The kernel of a name, "native" or "reference"; raises ConfigError where it can't be had."""
+    """The kernel of a name that is not PyTorch's; raises ConfigError where it can't be had."""
     if name == "reference":
         return ReferenceKernel()
     try:
-        module: Any = import_module("kvpager.kernels.native")
+        from kvpager.bench.massless import MasslessKernel
+        from kvpager.kernels.native import NativeKernel
     except ImportError as error:
-        raise ConfigError(f"kernels: native is not built here ({error}); choose others") from None
-    kernel: Kernel = module.NativeKernel()
+        raise ConfigError(f"kernels: {name} is not built here ({error}); choose others") from None
+    made: Any = NativeKernel() if name == "native" else MasslessKernel()
+    kernel: Kernel = made
     return kernel
 
 

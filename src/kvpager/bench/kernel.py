@@ -22,6 +22,7 @@ __all__ = ["SHAPES", "Plan", "Result", "Row", "default_kernels", "measure", "ste
 MEMORY_SHARE = 0.7  # of the free memory, for all contenders together
 CACHES = 4  # times the largest cache that a contender's places take together, so that each comes from memory
 UNKNOWN_CACHE = 2**25
+PRIORITY = ("native", "sdpa-fp32", "sdpa-bf16", "native-massless", "reference")  # who gets memory first
 SHAPES = (Heads(9, 3, 64), Heads(32, 8, 128), Heads(32, 32, 128))
 
 
@@ -136,6 +137,7 @@ class Result:
                 "reader": self.stream.reader,
                 "threads": self.stream.threads,
                 "passes": len(self.stream.rates),
+                "processor_share": self.stream.processor_share,
                 "least_gb_per_s": min(self.stream.rates),
                 "most_gb_per_s": max(self.stream.rates),
             },
@@ -151,7 +153,7 @@ def default_kernels() -> tuple[str, ...]:
     try:
         open_kernel("native")
     except ConfigError:
-        return KERNELS[1:]
+        return tuple(name for name in KERNELS if not name.startswith("native"))
     return KERNELS
 
 
@@ -197,7 +199,7 @@ def _contenders(plan: Plan, heads: Heads) -> list[Contender]:
     """Everybody who takes part for one shape of heads, those first who matter most when memory is short."""
     memory = SdpaMemory()
     found: list[Contender] = []
-    for name in sorted(plan.kernels, key=("native", "sdpa-fp32", "sdpa-bf16", "reference").index):
+    for name in sorted(plan.kernels, key=PRIORITY.index):
         if name.startswith("sdpa"):
             found.append(Sdpa(memory, heads, "float32" if name == "sdpa-fp32" else "bfloat16"))
         else:
