@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ class Watching(ReferenceKernel):
     def attend(self, storage: FrameStorage, tile: TileQuery, pages: PageList) -> Partial:
         self.seen.append(pages.frames)
         part = super().attend(storage, tile, pages)  # type: ignore[arg-type]
-        return replace(part, output=part.output * self.factor)
+        return part._replace(output=part.output * self.factor)
 
 
 @pytest.mark.parametrize(("tokens", "tile"), [(1, 1), (16, 1), (17, 1), (100, 1), (100, 64), (64, 64), (9000, 1)])

@@ -59,6 +59,8 @@ def test_the_yardstick_uses_the_best_instruction_set_and_puts_the_other_back() -
 def test_threads_are_put_back() -> None:
     native = pytest.importorskip("kvpager._native")
     torch = pytest.importorskip("torch")
+    with machine.threads(2):
+        pass  # a number is set now
     before = native.threads(), torch.get_num_threads()
     with machine.threads(3):
         assert (native.threads(), torch.get_num_threads()) == (3, 3)

@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from kvpager.errors import ConfigError
+from kvpager.kernels.cores import default_threads
 
-__all__ = ["default_threads", "describe", "isa", "l3_bytes", "native_module", "threads", "versions"]
+__all__ = ["describe", "isa", "l3_bytes", "native_module", "threads", "versions"]
 
 PACKAGES = ("numpy", "torch", "transformers")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -29,22 +30,13 @@ def native_module() -> ModuleType | None:
     return _native
 
 
-def default_threads() -> int:
-    """Threads to measure with unless told otherwise: those of PyTorch (one a physical core), else all cores."""
-    try:
-        import torch
-    except ImportError:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return torch.get_num_threads()
-
-
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Have the kernels, and PyTorch where it is installed, use `count` threads inside."""
     setters: list[tuple[Any, int]] = []
     native = native_module()
     if native is not None:
-        setters.append((native.set_threads, native.threads()))
+        setters.append((native.set_threads, native.threads() or default_threads()))
     try:
         import torch
     except ImportError:

@@ -96,7 +96,7 @@ def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="how pages are held; may be given several times (default: bfloat16)",
     )
     kernel.add_argument(
-        "--threads", type=whole(1, 256), metavar="N", help="threads for everybody (default: PyTorch's, else all cores)"
+        "--threads", type=whole(1, 256), metavar="N", help="threads for everybody (default: physical cores)"
     )
     kernel.add_argument(
         "--repeats",
@@ -153,8 +153,9 @@ def run_kernel(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from kvpager.bench import kernel, machine
+    from kvpager.bench import kernel
     from kvpager.bench.cases import Heads
+    from kvpager.kernels.cores import default_threads
 
     shapes = args.shapes or (QUICK_SHAPES if args.quick else SHAPES)
     kernels = tuple(args.kernels.split(",")) if args.kernels else kernel.default_kernels()
@@ -165,7 +166,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         tiles=args.tile,
         kernels=kernels,
         dtypes=list(dict.fromkeys(args.kv_dtype or ["bfloat16"])),
-        threads=args.threads or machine.default_threads(),
+        threads=args.threads or default_threads(),
         repeats=args.repeats or (QUICK_REPEATS if args.quick else REPEATS),
         memory=None if args.memory is None else parse_size(args.memory, "memory"),
         selection=args.select,

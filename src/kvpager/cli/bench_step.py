@@ -62,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure a decode step; returns 0. Raises InputError and ConfigError for what can't be."""
     from kvpager import build
     from kvpager.bench import machine
+    from kvpager.kernels.cores import default_threads
 
     options = pager_options(args)
     options.settings()  # refused before a model is loaded
     described = machine.describe()
     loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
-    threads = args.threads or machine.default_threads()
+    threads = args.threads or default_threads()
     with machine.threads(threads):
         result, kernel = _measure(args, loaded, options, threads)
     native = machine.native_module()
@@ -138,11 +139,11 @@ def _timed_cache(
     from kvpager.bench.step import TimedKernel
     from kvpager.core.pager import Pager
     from kvpager.hf import PagerCache, kv_shape
-    from kvpager.kernels.reference import ReferenceKernel
+    from kvpager.kernels.choose import open_kernel
 
-    shape = kv_shape(loaded.model.config, loaded.dtype)
+    shape = kv_shape(loaded.model.config, options.kv_dtype or loaded.dtype)
     config = build.pager_config(options, tokens, shape)
-    kernel = cast("Kernel", TimedKernel(ReferenceKernel(), watch))
+    kernel = cast("Kernel", TimedKernel(open_kernel(shape, config), watch))
     with Pager(shape, config, kernel=kernel) as pager, PagerCache(loaded.model.config, pager=pager) as cache:
         yield cache, kernel
 
