@@ -29,7 +29,7 @@ __all__ = [
     "parse_size",
 ]
 
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["float32", "bfloat16", "float16", "int8"]
 Mode = Literal["recall", "discard"]
 KernelName = Literal["auto", "native", "reference"]
 PolicyName = Literal["attention", "h2o", "tova", "snapkv", "streaming", "lru", "fifo", "random"]
@@ -41,7 +41,7 @@ POLICIES: tuple[str, ...] = get_args(PolicyName)
 DIGESTS: tuple[str, ...] = get_args(DigestKind)
 DTYPES: tuple[str, ...] = get_args(DType)
 DEFAULT_POOL_BYTES = 256 * 2**20  # frames, where neither pool nor memory is given
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of models; pages know int8 too
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -78,7 +78,8 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 class KVShape:
     """The shape of a model's KV cache, for one token of one sequence.
 
-    ``query_heads`` must be a multiple of ``kv_heads`` (grouped heads). ``dtype`` is how pages are held.
+    ``query_heads`` must be a multiple of ``kv_heads`` (grouped heads). ``dtype`` is how pages are held; "int8" has
+    bfloat16 scales beside it, one a page and channel for keys and one a page and token for values.
     ``windows`` gives each layer's sliding window in tokens (a query at position p sees keys above
     p - window), or None for full attention; None alone means that every layer is full. ``scale``
     multiplies query-key products; by default ``head_dim ** -0.5``.
@@ -116,8 +117,8 @@ class KVShape:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one stored number."""
-        return ITEMSIZE[self.dtype]
+        """Bytes of one stored number (int8: without its share of the scales)."""
+        return 1 if self.dtype == "int8" else ITEMSIZE[self.dtype]
 
     @property
     def token_bytes(self) -> int:
@@ -125,8 +126,12 @@ class KVShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.itemsize
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page: keys and values of `page_size` tokens of one KV head of one layer."""
-        return 2 * page_size * self.head_dim * self.itemsize
+        """Bytes of one page: keys and values (and their scales) of `page_size` tokens of one KV head of one layer."""
+        numbers = 2 * page_size * self.head_dim * self.itemsize
+        if self.dtype == "int8":
+            # in whole lines of 64 bytes, as the compiled kernels want them (native/layout.h)
+            return -(-(numbers + 2 * self.head_dim + 2 * page_size) // 64) * 64
+        return numbers
 
     def window(self, layer: int) -> int | None:
         """The sliding window of `layer` in tokens, or None."""

@@ -45,7 +45,10 @@ WINDOW = 32
 
 
 class FrameStorage(Protocol):
-    """The bytes behind the pool's frames, in a layout that belongs to the kernel."""
+    """The bytes behind the pool's frames, in a layout that belongs to the kernel.
+
+    Some dtypes can code a page only when it is full; such storage holds open pages beside the frames.
+    """
 
     @property
     def page_bytes(self) -> int:
@@ -58,8 +61,11 @@ class FrameStorage(Protocol):
     def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
         """Store tokens `offset`.. of each frame's page; keys and values are float32 [n, tokens, D]."""
 
-    def read(self, frames: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Keys and values of whole pages, float32 [n, P, D] each."""
+    def read(self, frames: IntArray, counts: IntArray | None = None) -> tuple[FloatArray, FloatArray]:
+        """Keys and values of whole pages, float32 [n, P, D] each.
+
+        `counts` [n] says how many tokens each page has now; None that all are full.
+        """
 
     def load(self, frames: IntArray, pages: Bytes) -> None:
         """Fill frames from stored bytes, uint8 [n, page_bytes]."""
@@ -69,6 +75,9 @@ class FrameStorage(Protocol):
 
     def copy(self, source: IntArray, target: IntArray) -> None:
         """Copy frames to frames."""
+
+    def finish(self, frames: IntArray) -> None:
+        """These frames' pages are full for good, or gone: what was held beside them to open them again may go."""
 
 
 class PageList(NamedTuple):

@@ -50,8 +50,8 @@ def test_pages_have_the_models_dtype_unless_another_is_given() -> None:
 
 @pytest.mark.promise(6)
 def test_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"int8.*float32, bfloat16, float16"):
-        kv_shape(tiny.llama(), "int8")
+    with pytest.raises(ConfigError, match=r"int4.*float32, bfloat16, float16, int8"):
+        kv_shape(tiny.llama(), "int4")
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -17,7 +17,7 @@ from kvpager.kernels.reference import ReferenceKernel
 from kvpager.ports import Kernel, PageList, Partial, Settled, TileQuery
 
 NATIVE, REFERENCE = NativeKernel(), ReferenceKernel()
-CLOSE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
+CLOSE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2, "int8": 2e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +26,10 @@ def _as_it_was():
     yield
     _native.set_isa(isa)
     _native.set_threads(max(threads, 1))
+
+
+def joined(pages: np.ndarray) -> np.ndarray:
+    return pages.reshape(-1, *pages.shape[2:])
 
 
 class Case:
@@ -49,10 +53,16 @@ class Case:
     def storage(self, kernel: Kernel):
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         storage = kernel.storage(self.total, self.shape, self.size)
+        pages = [held.reshape(heads, self.blocks, self.size, dim) for held in (self.keys, self.values)]
+        if self.shape.dtype == "int8":
+            whole, last = self.tokens // self.size, self.tokens % self.size
+            storage.write(self.frames[:, :whole].ravel(), 0, *(joined(held[:, :whole]) for held in pages))
+            if last:
+                storage.write(self.frames[:, whole], 0, *(joined(held[:, whole:, :last]) for held in pages))
+            return storage
         poison = np.full((self.total, self.size, dim), np.nan, np.float32)
         storage.write(np.arange(self.total), 0, poison, poison)
-        pages = [held.reshape(heads * self.blocks, self.size, dim) for held in (self.keys, self.values)]
-        storage.write(self.frames.ravel(), 0, *pages)
+        storage.write(self.frames.ravel(), 0, *(joined(held) for held in pages))
         return storage
 
     def pages(self, first: int, last: int) -> PageList:

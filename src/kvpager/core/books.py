@@ -51,8 +51,9 @@ def read(state: State, sequence: Sequence, layer: int, start: int, stop: int) ->
         raise InputError(f"read: pages of positions {start}..{stop - 1} were discarded")
     # a block's heads at a time: that many frames are always to be had
     for index in range(first, last):
+        counts = np.full(heads, min(int(sequence.filled[layer]) - index * size, size))
         frames, _ = state.residency.fault(state.table.flat(sequence.rows[index], layer, np.arange(heads)))
-        page_keys, page_values = state.residency.storage.read(frames)
+        page_keys, page_values = state.residency.storage.read(frames, counts)
         low, high = max(start, index * size), min(stop, (index + 1) * size)
         inside, outside = slice(low - index * size, high - index * size), slice(low - start, high - start)
         keys[:, outside], values[:, outside] = page_keys[:, inside], page_values[:, inside]

@@ -12,7 +12,12 @@ from kvpager.ports import FloatArray
 __all__ = ["STORED_MOST", "floats", "listed", "positive", "step_tokens", "token_list", "whole"]
 
 # the largest finite number of each dtype that pages are held in
-STORED_MOST = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
+STORED_MOST = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": 65504.0,
+    "bfloat16": 2.0**128 - 2.0**120,
+    "int8": 2.0**127,
+}
 FEW = 8192  # numbers; OpenBLAS sums up to 10,000 products on one core
 SQUARES_MOST = 1e38  # below infinity in float32
 

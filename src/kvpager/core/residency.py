@@ -196,6 +196,7 @@ class Residency:
         resident, stored = (held[held != ABSENT].astype(np.int64) for held in (frames, slots))
         if resident.size:
             self.pool.free(resident)
+            self.storage.finish(resident)
         if stored.size and self.swap is not None:
             self.swap.free(stored)
         self.table.clear(rows, layer)

@@ -133,6 +133,7 @@ def _seal(state: State, step: Step, rows: IntArray, layer: int, frames: IntArray
         state.digest.build(layer, rows, keys.reshape(*frames.shape, *keys.shape[1:]))
     if (int(rows[0]), layer) not in step.held:
         state.pool.evictable[frames.ravel()] = True
+        state.residency.storage.finish(frames.ravel())
 
 
 def commit(state: State, step: Step) -> None:
@@ -150,7 +151,9 @@ def commit(state: State, step: Step) -> None:
                 )
     for row, layer in step.held:
         if state.table.sealed[row, layer]:
-            state.pool.evictable[state.table.frame[row, layer]] = True
+            frames = state.table.frame[row, layer].astype(np.int64)
+            state.pool.evictable[frames] = True
+            state.residency.storage.finish(frames)
     for saved in step.saved:
         sequence = saved.sequence
         before, sequence.length = sequence.length, int(sequence.filled.min())

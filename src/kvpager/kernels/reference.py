@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape
+from kvpager.kernels.coded import CodedStorage
 from kvpager.ports import (
     WINDOW,
     BoolArray,
@@ -108,8 +109,8 @@ class ReferenceStorage:
         for held, new in ((self._keys, keys), (self._values, values)):
             held.reshape(-1, size, dim)[frames, offset:stop] = _to_bf16(new) if self._bf16 else new
 
-    def read(self, frames: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Keys and values of whole pages, float32 [n, P, D] each."""
+    def read(self, frames: IntArray, counts: IntArray | None = None) -> tuple[FloatArray, FloatArray]:
+        """Keys and values of whole pages, float32 [n, P, D] each; `counts` changes nothing."""
         return self._gather(self._keys, frames), self._gather(self._values, frames)
 
     def _gather(self, held: npt.NDArray[np.generic], frames: IntArray) -> FloatArray:
@@ -141,6 +142,9 @@ class ReferenceStorage:
         self._keys[target] = self._keys[source]
         self._values[target] = self._values[source]
 
+    def finish(self, frames: IntArray) -> None:
+        """Nothing is held beside frames."""
+
 
 def _to_bf16(plain: FloatArray) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(plain, np.float32).view(np.uint32)
@@ -153,8 +157,10 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def storage(self, frames: int, shape: KVShape, page_size: int) -> ReferenceStorage:
+    def storage(self, frames: int, shape: KVShape, page_size: int) -> FrameStorage:
         """Make the bytes of `frames` frames."""
+        if shape.dtype == "int8":
+            return CodedStorage(frames, shape, page_size)
         return ReferenceStorage(frames, shape, page_size)
 
     def attend(self, storage: FrameStorage, tile: TileQuery, pages: PageList) -> Partial:
@@ -162,7 +168,7 @@ class ReferenceKernel:
 
         Slots of a page that are not written, or not visible, have no influence, whatever they hold.
         """
-        keys, values = storage.read(pages.frames)
+        keys, values = storage.read(pages.frames, pages.counts)
         count, size, dim = keys.shape
         heads, tokens, _ = tile.queries.shape
         group = heads // pages.kv_heads

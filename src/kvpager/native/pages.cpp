@@ -109,7 +109,7 @@ uint16_t scale_above(float x) {
 }
 
 int8_t code_of(float x, float scale) {
-  if (scale == 0) return 0;
+  if (scale == 0 || x != x) return 0;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
   return static_cast<int8_t>((x / scale + magic) - magic);
 }

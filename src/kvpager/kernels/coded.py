@@ -1,0 +1,121 @@
+"""Frames of int8 for the reference kernel, in NumPy; the compiled kernel's frames hold the same numbers.
+
+A page's keys have one scale a channel and its values one a token (as in KIVI, arXiv 2402.02750): bfloat16, rounded
+up, so that codes of -127..127 reach every number and none is off by more than half a step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.config import KVShape
+from kvpager.ports import FloatArray, IntArray
+
+__all__ = ["CodedStorage", "coded"]
+
+Bytes = npt.NDArray[np.uint8]
+Codes = npt.NDArray[np.int8]
+Scales = npt.NDArray[np.uint16]
+
+
+def coded(plain: FloatArray, axis: int) -> tuple[Codes, Scales]:
+    """`plain` as int8 of the same shape, and scales (bfloat16 bits) that are shared along `axis`."""
+    wanted = np.abs(plain).max(axis=axis) / np.float32(127)
+    scales = ((wanted.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+    steps = np.expand_dims(_plain(scales), axis)
+    codes = np.rint(plain / np.where(steps > 0, steps, np.float32(1)))
+    return codes.astype(np.int8), scales
+
+
+def _plain(scales: Scales) -> FloatArray:
+    return (scales.astype(np.uint32) << 16).view(np.float32)
+
+
+class CodedStorage:
+    """Frames of int8. A page is coded when it is full, for its scales are over all of its tokens.
+
+    Until then it is held in float32 beside the frames. That copy stays when the page fills, since a rollback may open
+    the page again; it goes at `finish`, or when another page takes the frame.
+    """
+
+    def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
+        dim = shape.head_dim
+        self._keys = np.zeros((frames, page_size, dim), np.int8)
+        self._values = np.zeros((frames, page_size, dim), np.int8)
+        self._key_scales = np.zeros((frames, dim), np.uint16)
+        self._value_scales = np.zeros((frames, page_size), np.uint16)
+        self._open: dict[int, FloatArray] = {}
+        self._page = (page_size, dim)
+        self.page_bytes = shape.page_bytes(page_size)
+        self._frames = frames
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames, and of pages that are held beside them."""
+        return self._frames * self.page_bytes + sum(held.nbytes for held in self._open.values())
+
+    def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
+        """Store tokens `offset`.. of each frame's page; keys and values are float32 [n, tokens, D]."""
+        stop = offset + keys.shape[1]
+        if offset == 0 and stop == self._page[0]:
+            self.finish(frames)
+            self._code(frames, keys, values)
+            return
+        for index, frame in enumerate(frames.tolist()):
+            if frame not in self._open:
+                # a full page that was cut, and goes on; or a new one
+                self._open[frame] = np.concatenate(self.read(np.array([frame])))
+            held = self._open[frame]
+            held[0, offset:stop], held[1, offset:stop] = keys[index], values[index]
+            if stop == self._page[0]:
+                self._code(np.array([frame]), held[:1], held[1:])
+
+    def _code(self, frames: IntArray, keys: FloatArray, values: FloatArray) -> None:
+        self._keys[frames], self._key_scales[frames] = coded(keys, 1)
+        self._values[frames], self._value_scales[frames] = coded(values, 2)
+
+    def read(self, frames: IntArray, counts: IntArray | None = None) -> tuple[FloatArray, FloatArray]:
+        """Keys and values of whole pages, float32 [n, P, D] each; `counts` as in FrameStorage."""
+        keys = self._keys[frames] * _plain(self._key_scales[frames])[:, None]
+        values = self._values[frames] * _plain(self._value_scales[frames])[:, :, None]
+        if counts is not None:
+            for index in (counts < self._page[0]).nonzero()[0].tolist():
+                held = self._open.get(int(frames[index]))
+                if held is not None:
+                    keys[index], values[index] = held
+        return keys, values
+
+    def load(self, frames: IntArray, pages: Bytes) -> None:
+        """Fill frames from stored bytes, uint8 [n, page_bytes]."""
+        self.finish(frames)
+        at = 0
+        for held in (self._keys, self._values, self._key_scales, self._value_scales):
+            flat = held.reshape(self._frames, -1).view(np.uint8)
+            flat[frames] = pages[:, at : at + flat.shape[1]]
+            at += flat.shape[1]
+
+    def dump(self, frames: IntArray) -> Bytes:
+        """The stored bytes of frames, uint8 [n, page_bytes], bit-equal."""
+        pages = np.zeros((len(frames), self.page_bytes), np.uint8)
+        at = 0
+        for held in (self._keys, self._values, self._key_scales, self._value_scales):
+            flat = held.reshape(self._frames, -1).view(np.uint8)
+            pages[:, at : at + flat.shape[1]] = flat[frames]
+            at += flat.shape[1]
+        return pages
+
+    def copy(self, source: IntArray, target: IntArray) -> None:
+        """Copy frames to other frames."""
+        self.finish(target)
+        for held in (self._keys, self._values, self._key_scales, self._value_scales):
+            held[target] = held[source]
+        for from_, to in zip(source.tolist(), target.tolist(), strict=True):
+            if from_ in self._open:
+                self._open[to] = self._open[from_].copy()
+
+    def finish(self, frames: IntArray) -> None:
+        """Forget what was held beside these frames, for their pages are full for good, or gone."""
+        if self._open:
+            for frame in frames.tolist():
+                self._open.pop(frame, None)
