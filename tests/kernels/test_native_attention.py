@@ -13,6 +13,7 @@ from kvpager import _native
 from kvpager.config import KVShape
 from kvpager.errors import InputError
 from kvpager.kernels.native import NativeKernel, serves
+from kvpager.kernels.native_digest import NativeDigest
 from kvpager.kernels.reference import ReferenceKernel
 from kvpager.ports import Kernel, PageList, Partial, Settled, TileQuery
 
@@ -229,3 +230,8 @@ def test_serves_what_it_can_hold():
     assert not serves(KVShape(1, 1, 1, 264))
     with pytest.raises(ValueError, match="head_dim: 20 is not a multiple of 8"):
         NATIVE.storage(4, KVShape(1, 1, 1, 20), 16)
+
+
+def test_digests_are_compiled_where_there_are_any():
+    assert isinstance(NATIVE.digest("2bit", 1, 1, 64, 16, 1), NativeDigest)
+    assert NATIVE.digest("minmax", 1, 1, 64, 16, 1) is None

@@ -12,6 +12,7 @@ import numpy as np
 from kvpager import _native
 from kvpager.config import KVShape
 from kvpager.errors import InputError
+from kvpager.kernels import native_digest
 from kvpager.kernels.native_storage import NativeStorage
 from kvpager.ports import Digest, FrameStorage, IntArray, Masses, PageList, Partial, Settled, TileQuery
 
@@ -49,10 +50,10 @@ class NativeKernel:
         page_lse = np.empty((len(pages.frames), heads // pages.kv_heads, tokens), np.float32)
         _native.attend(
             storage.native,
-            pages.frames,
-            pages.heads,
-            pages.starts,
-            pages.counts,
+            np.ascontiguousarray(pages.frames),
+            np.ascontiguousarray(pages.heads),
+            np.ascontiguousarray(pages.starts),
+            np.ascontiguousarray(pages.counts),
             pages.kv_heads,
             queries,
             tile.start,
@@ -72,11 +73,11 @@ class NativeKernel:
         output = first.output if len(parts) == 1 else np.empty_like(first.output)
         kv_heads = len(first.output) // first.page_lse.shape[1]
         arrays = [(part.output, part.lse, part.page_lse) for part in parts]
-        _native.settle(arrays, heads, kv_heads, output, masses)
+        _native.settle(arrays, np.ascontiguousarray(heads), kv_heads, output, masses)
         return Settled(output, Masses(masses[0], masses[1], masses[2], masses[3]))
 
     def digest(
         self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int
     ) -> Digest | None:
-        """None: the core's own digests serve."""
-        return None
+        """Compiled digests of this kind, or None: the core's own serve."""
+        return native_digest.make(kind, layers, kv_heads, head_dim, page_size, sample)
