@@ -82,7 +82,7 @@ def test_help_loads_nothing_heavy() -> None:
         ("--policy", "belady", "invalid choice: 'belady'"),
         ("--page-size", "12", "invalid choice"),
         ("--tile", "0", "0 is not in 1..1024"),
-        ("--threads", "0", "0 is not in 1..4096"),
+        ("--threads", "0", "0 is not in 1..256"),
         ("--dtype", "int4", "invalid choice: 'int4'"),
         ("--kernel", "magic", "invalid choice: 'magic'"),
         ("--max-tokens", "0", "0 is not in 1.."),
