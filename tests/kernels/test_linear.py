@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-native = pytest.importorskip("kvpager._native", exc_type=ImportError)
+native = pytest.importorskip("kvpager._native", reason="the compiled kernels are not built here")
 from kvpager.kernels import linear  # noqa: E402
 
 Bits = npt.NDArray[np.uint16]
@@ -24,7 +24,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     native.set_threads(2)
     yield request.param
     native.set_isa(before)
-    native.set_threads(threads)
+    native.set_threads(max(threads, 1))
 
 
 def bits(values: npt.ArrayLike) -> Bits:

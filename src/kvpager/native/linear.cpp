@@ -155,7 +155,7 @@ KV_INLINE void group(const Matrix& matrix, const Inputs<Kind>& inputs, int64_t i
 template <class Kind, class Finish>
 KV_INLINE void multiply(const Matrix& matrix, const Inputs<Kind>& inputs, Finish&& finish) {
   const int64_t panels = inputs.panels.count, parts = split(panels, kPart);
-  const int64_t turns = matrix.groups / (4 * threads());
+  const int64_t turns = matrix.groups / (4 * (threads() > 1 ? threads() : 1));
   const int64_t run = panels > 1 || turns < 1 ? 1 : turns;  // few rows: long runs keep the stream of weights going
   const int64_t runs = split(matrix.groups, run);
   const int64_t bytes = matrix.groups * matrix.pairs * 2 * Kind::kBlockBytes;
