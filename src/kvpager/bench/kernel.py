@@ -137,7 +137,6 @@ class Result:
                 "reader": self.stream.reader,
                 "threads": self.stream.threads,
                 "passes": len(self.stream.rates),
-                "processor_share": self.stream.processor_share,
                 "least_gb_per_s": min(self.stream.rates),
                 "most_gb_per_s": max(self.stream.rates),
             },

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter, process_time
 from types import ModuleType
 from typing import Any
 
 from kvpager.errors import ConfigError
 from kvpager.kernels.cores import default_threads
 
-__all__ = ["describe", "isa", "l3_bytes", "native_module", "threads", "versions"]
+__all__ = ["Others", "describe", "isa", "l3_bytes", "native_module", "threads", "versions"]
 
 PACKAGES = ("numpy", "torch", "transformers")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -84,16 +85,41 @@ def l3_bytes() -> int | None:
     return max(sizes, default=None)
 
 
+class Others:
+    """How much of the cores other programs take from its making on: where it is much, times are not to be trusted."""
+
+    def __init__(self, statistics: Path = Path("/proc/stat")) -> None:
+        self._statistics = statistics
+        self._started = self._now()
+
+    @property
+    def share(self) -> float | None:
+        """Their mean share of all cores, 0 to 1; None where the system does not say."""
+        now = self._now()
+        if now is None or self._started is None:
+            return None
+        everybody, own, wall = (late - early for late, early in zip(now, self._started, strict=True))
+        return min(1.0, max(0.0, everybody - own) / max(wall * (os.cpu_count() or 1), 1e-9))
+
+    def _now(self) -> tuple[float, float, float] | None:
+        try:
+            words = self._statistics.read_text().split()
+        except OSError:
+            return None
+        # user, nice, system, then idle and waiting, then interrupts of two kinds and what the host took
+        ticks = [int(word) for word in words[1:9]]
+        busy = sum(ticks[:3]) + sum(ticks[5:])
+        return busy / os.sysconf("SC_CLK_TCK"), process_time(), perf_counter()
+
+
 def describe() -> dict[str, Any]:
-    """The machine in a few facts: processor, cores, largest cache, and the load when asked."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    """The machine in a few facts: processor, cores, largest cache."""
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
         "system": platform.system(),
         "cores": os.cpu_count(),
         "l3_bytes": l3_bytes(),
-        "load_average": load,
     }
 
 

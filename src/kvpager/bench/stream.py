@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ class Stream:
     def __init__(self, threads: int, size: int | None = None) -> None:
         self.threads = threads
         self.rates: list[float] = []
-        self._shares: list[float] = []
         self._native = native_module()
         wanted = size or max(LEAST_BYTES, CACHES * (l3_bytes() or 0))
         self._buffer: npt.NDArray[np.uint8]
@@ -45,22 +44,11 @@ class Stream:
         """The median rate of all passes so far, in 10^9 bytes a second."""
         return median(self.rates)
 
-    @property
-    def processor_share(self) -> float:
-        """How much of the cores its threads had, in the median pass; well below 1 where other programs took them."""
-        return median(self._shares)
-
     def read(self, passes: int = 1) -> float:
         """Read the buffer so many times; returns the median rate of these passes in GB/s."""
-        rates = [self._pass() for _ in range(passes)]
+        rates = [len(self._buffer) / self._seconds() / 1e9 for _ in range(passes)]
         self.rates += rates
         return median(rates)
-
-    def _pass(self) -> float:
-        used, started = process_time(), perf_counter()
-        seconds = self._seconds()
-        self._shares.append((process_time() - used) / (perf_counter() - started) / self.threads)
-        return len(self._buffer) / seconds / 1e9
 
     def _seconds(self) -> float:
         native = self._native

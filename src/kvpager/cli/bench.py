@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from kvpager.cli import bench_step
+from kvpager.cli.bench_step import warn_of_others
 from kvpager.cli.console import aligned, emit, emit_json, progress, say
 from kvpager.cli.options import positive, size, whole
 from kvpager.config import DType, parse_size
@@ -31,7 +32,6 @@ GB/s counts the bytes of keys and values, each once. Pages lie in random frames.
 """
 SHAPES = "9/3x64,32/8x128,32/32x128"
 TOKENS, BATCHES, REPEATS = [512, 2048, 8192, 32768], [1, 8], 7
-BUSY = 0.9  # share of the cores below which others disturbed us
 QUICK_SHAPES, QUICK_TOKENS, QUICK_BATCHES, QUICK_REPEATS = "9/3x64", [512, 8192], [1], 5
 
 
@@ -136,19 +136,21 @@ def run_kernel(args: argparse.Namespace) -> int:
     target = None if args.plot is None else plots.check_target(args.plot)
     plan = _plan(args)
     native = machine.native_module()
-    described = machine.describe()
+    described, others = machine.describe(), machine.Others()
     with machine.threads(plan.threads), machine.isa(args.isa), progress("Kernels", kernel.steps(plan)) as advance:
         result = kernel.measure(plan, advance)
         used = None if native is None else native.isa()
+    busy = others.share
     if target is not None:
         plots.draw_kernels(result, f"{described['processor']}, {plan.threads} threads", target)
         say(f"drawn: {target}")
     if args.json:
         isas = [] if native is None else native.isas()
-        where = {"isa": used, "isas": isas, "threads": plan.threads, "machine": described}
+        where = {"isa": used, "isas": isas, "threads": plan.threads, "machine": described, "others_share": busy}
         emit_json({**result.figures(), **where, "versions": machine.versions()})
     else:
         emit(kernel_table(result, plan, f"{described['processor']}, {used or 'no extension'}"))
+        warn_of_others(busy)
     return 0
 
 
@@ -198,11 +200,6 @@ def kernel_table(result: Result, plan: Plan, where: str) -> str:
             f"Choosing pages of {one.tokens} tokens in {one.layers} layers of {one.kv_heads} KV heads ({one.kernel}, "
             f"{one.digest}): {one.select_ms:.2f} ms, {one.share:.1%} of attending to all of them "
             f"({one.attend_ms:.2f} ms, {one.dtype}); digests take {one.digest_share:.1%} of their bytes.",
-        ]
-    if stream.processor_share < BUSY:
-        parts += [
-            "",
-            f"Other programs used the cores too (ours had {stream.processor_share:.0%}): don't trust these times.",
         ]
     if result.skipped:
         parts += ["", "Skipped:", *(f"  {line}" for line in result.skipped)]

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from kvpager.models import LoadedModel
     from kvpager.ports import Kernel
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "run", "warn_of_others"]
 
+BUSY = 0.1  # share of the cores above which other programs have disturbed ours
 EPILOG = """\
 examples:
   kvpager bench step
@@ -66,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
 
     options = pager_options(args)
     options.settings()  # refused before a model is loaded
-    described = machine.describe()
+    described, others = machine.describe(), machine.Others()
     loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
     threads = args.threads or default_threads()
     with machine.threads(threads):
         result, kernel = _measure(args, loaded, options, threads)
-    native = machine.native_module()
+    native, busy = machine.native_module(), others.share
     if args.json:
         emit_json(
             {
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
                 "isa": None if native is None else native.isa(),
                 "threads": threads,
                 "machine": described,
+                "others_share": busy,
                 "versions": machine.versions(),
             }
         )
@@ -93,7 +95,14 @@ def run(args: argparse.Namespace) -> int:
             f"{loaded.name} ({loaded.dtype}) after {args.prompt_tokens} tokens with {budget}, {kernel} kernel, "
             f"{threads} threads, {described['processor']}\n\n{table(result)}"
         )
+        warn_of_others(busy)
     return 0
+
+
+def warn_of_others(share: float | None) -> None:
+    """Say when other programs had so much of the cores that the times can't be trusted."""
+    if share is not None and share > BUSY:
+        say(f"note: other programs used {share:.0%} of the cores meanwhile; the times are not to be trusted")
 
 
 def _measure(args: argparse.Namespace, loaded: LoadedModel, options: PagerOptions, threads: int) -> tuple[Split, str]:
