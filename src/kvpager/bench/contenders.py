@@ -118,6 +118,7 @@ class Paged(Contender):
         shape = (len(first), PAGE_SIZE, self.heads.head_dim)
         keys, values = (self._rng.standard_normal(shape, np.float32) for _ in range(2))
         self._storage.write(first, 0, keys, values)
+        self._storage.finish(first)
         pages = self._storage.dump(first)
         for low in range(FILL_PAGES, self._frames, FILL_PAGES):
             frames = np.arange(low, min(low + FILL_PAGES, self._frames))
