@@ -118,7 +118,7 @@ def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="measure also the choice of pages by digests, at 8,192 tokens in 30 layers (default: yes)",
     )
     kernel.add_argument("--quick", action="store_true", help="one shape, two lengths, few rounds: half a minute")
-    kernel.add_argument("--plot", metavar="FILE.png", help="draw GB/s against tokens")
+    kernel.add_argument("--plot", metavar="FILE.png", help="draw the share of the memory's speed against tokens")
     kernel.add_argument("--json", action="store_true", help="print one JSON object with all figures")
     kernel.set_defaults(run=run_kernel)
 
@@ -141,8 +141,9 @@ def run_kernel(args: argparse.Namespace) -> int:
         result = kernel.measure(plan, advance)
         used = None if native is None else native.isa()
     busy = others.share
-    if target is not None:
-        plots.draw_kernels(result, f"{described['processor']}, {plan.threads} threads", target)
+    if target is not None and result.rows:
+        rows = [result.row_figures(row) for row in result.rows]
+        plots.draw_kernels(rows, f"{described['processor']}, {plan.threads} threads", target)
         say(f"drawn: {target}")
     if args.json:
         isas = [] if native is None else native.isas()
