@@ -29,7 +29,7 @@ __all__ = ["PARTS", "Floor", "Split", "Stopwatch", "TimedKernel", "split", "toke
 
 READINGS = 4  # of memory's speed, among the steps
 PARTS = {
-    "weights": "linear layers",
+    "weights": "linear layers, and what is computed in one call with them",
     "attention": "the kernel's attention over pages",
     "selection": "digests: building and choosing",
     "paging": "tables, frames, swap, casts and copies around them",
@@ -194,25 +194,20 @@ def split(
     times: list[float] = []
     clocked: list[dict[str, float]] = []
     pages = 0
-    with torch.inference_mode(), _clocks(cache, watch, weights):
-        sample = watch.timed("sampling", sampler)
-        token = sampler(logits)
+    token = sampler(logits)
+    sample = watch.timed("sampling", sampler)
+    with torch.inference_mode():
         for done in range(steps):
             if done in _readings(steps):
                 stream.read(3)
                 # the caches are full of the stream, and threads wait for it: a step that counts for nothing
-                token = sample(_forward(model, cache, token))
+                token = sampler(_forward(model, cache, token))
             started = perf_counter()
-            token = sample(_forward(model, cache, token))
+            token = sampler(_forward(model, cache, token))
             times.append(perf_counter() - started)
             before = cache.stats().pages_attended
-            watch.on = True
-            watch.enter("model")
-            try:
+            with _clocks(cache, watch, weights):
                 token = sample(_forward(model, cache, token))
-            finally:
-                watch.leave()
-                watch.on = False
             clocked.append(watch.take())
             pages += cache.stats().pages_attended - before
             progress(done + 1)
@@ -220,7 +215,7 @@ def split(
     clocked.sort(key=lambda parts: sum(parts.values()))
     kept = clocked[: -(-steps // 2)]
     floor = Floor(
-        weight_bytes=sum(weight_bytes(module) for module in weights),
+        weight_bytes=weight_bytes(weights),
         page_bytes=pages // steps * cache.pager.shape.page_bytes(cache.pager.config.page_size),
         digest_bytes=_digest_bytes(cache),
         stream_gb_per_s=stream.gb_per_s,
@@ -248,14 +243,15 @@ def _forward(model: Any, cache: PagerCache, token: int) -> torch.Tensor:
 
 
 def weight_modules(model: Any) -> list[Any]:
-    """The modules that multiply by weights: linear ones, and those that kvpager put in their place; no two nested."""
+    """The modules that multiply by weights: linear ones, and the packed ones that kvpager puts in their place."""
     import torch
 
     found: list[Any] = []
 
     def walk(module: Any) -> None:
-        own = type(module).__module__.startswith("kvpager.")
-        if own or isinstance(module, torch.nn.Linear):
+        if isinstance(module, torch.nn.Embedding):
+            return
+        if isinstance(module, torch.nn.Linear) or _packed(module):
             found.append(module)
             return
         for child in module.children():
@@ -265,9 +261,21 @@ def weight_modules(model: Any) -> list[Any]:
     return found
 
 
-def weight_bytes(module: Any) -> int:
-    """Bytes of a module's weights: its parameters and buffers, each once."""
-    held = {id(part): part.nbytes for part in (*module.parameters(), *module.buffers())}
+def _packed(module: Any) -> bool:
+    try:
+        from kvpager.hf.packed import PackedGated, PackedLinear, PackedProjection
+    except ImportError:  # without the extension nothing is packed
+        return False
+    return isinstance(module, (PackedLinear, PackedProjection, PackedGated))
+
+
+def weight_bytes(modules: Sequence[Any]) -> int:
+    """Bytes of modules' weights, those that are shared counted once."""
+    held: dict[int, int] = {}
+    for module in modules:
+        if _packed(module):
+            held.update({id(matrix): matrix.bytes for matrix in module.matrices()})
+        held.update({id(part): part.nbytes for part in (*module.parameters(), *module.buffers())})
     return sum(held.values())
 
 
@@ -285,30 +293,33 @@ def _digest_bytes(cache: PagerCache) -> int:
 
 @contextmanager
 def _clocks(cache: PagerCache, watch: Stopwatch, weights: Sequence[Any]) -> Iterator[None]:
-    """Put clocks around the modules with weights, the cache and the attention function, and take them away after."""
+    """Run one step under clocks: those of the kernel, and around the modules with weights, the cache and the attention.
+
+    They are taken away again, so that other steps are as quick as without them.
+    """
     from transformers import AttentionInterface
 
     from kvpager.hf.attention import NAME, pager_attention
 
-    hooks = []
+    placed: list[tuple[Any, str, Any]] = []
 
-    def begin(module: Any, inputs: Any) -> None:
-        if watch.on:
-            watch.enter("weights")
-
-    def end(module: Any, inputs: Any, output: Any) -> None:
-        if watch.on:
-            watch.leave()
+    def place(owner: Any, name: str, part: str) -> None:
+        placed.append((owner, name, vars(owner).get(name)))
+        vars(owner)[name] = watch.timed(part, getattr(owner, name))
 
     for module in weights:
-        hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    update = cache.update
-    setattr(cache, "update", watch.timed("paging", update))  # noqa: B010 - a method, which mypy won't have replaced
+        place(module, "forward", "weights")
+    place(cache, "update", "paging")
     AttentionInterface.register(NAME, watch.timed("paging", pager_attention))
+    watch.on = True
+    watch.enter("model")
     try:
         yield
     finally:
+        watch.leave()
+        watch.on = False
         AttentionInterface.register(NAME, pager_attention)
-        del cache.__dict__["update"]
-        for hook in hooks:
-            hook.remove()
+        for owner, name, before in placed:
+            del vars(owner)[name]
+            if before is not None:
+                vars(owner)[name] = before

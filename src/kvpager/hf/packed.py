@@ -80,6 +80,10 @@ class _Packed(_Quick):
     _places: dict[str, list[Place]]  # by the name of the parameter: its rows, one place after the other
     _biases: dict[str, torch.Tensor]  # by name
 
+    def matrices(self) -> list[PackedMatrix]:
+        """The matrices that hold its weights, each once; other modules may share them."""
+        return list({id(one.matrix): one.matrix for places in self._places.values() for one in places}.values())
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, places in self._places.items():
             destination[prefix + name] = self._unpacked(name, places)
