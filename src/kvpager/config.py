@@ -151,7 +151,7 @@ class PagerConfig:
     digest         the summary that selection reads (see kvpager.core.digest).
     page_size      tokens a page: 8, 16 or 32.
     tile           queries that share one selection: 1, or a multiple of page_size up to 1,024.
-    sample         every so many-th query of a tile takes part in choosing its pages (its last one always does).
+    sample         of each query head every so many-th query of a tile takes part in choosing its pages.
     group_pages    pages that one partial attention covers; part of the arithmetic, hence of the result, and of the
                    smallest pool. None takes 4 blocks' pages, at least 8 and at most 256.
     sink_pages     leading pages of a sequence that are always selected and never discarded.
@@ -176,7 +176,7 @@ class PagerConfig:
     digest: DigestKind = "2bit"
     page_size: int = 16
     tile: int = 64
-    sample: int = 1
+    sample: int = 2
     group_pages: int | None = None
     sink_pages: int = 1
     recent_pages: int = 2

@@ -29,6 +29,7 @@ struct Plan {
   float* wanted;     // [H][C][16]
   float* mass;       // [H][C][16]
   uint32_t* candidates;  // [H * C * 16]
+  uint8_t* marks;    // [C * 16]
   size_t bytes;
 
   Plan(const DigestShape& shape, int64_t pages, int64_t looks_of_head, void* scratch) : looks(looks_of_head) {
@@ -52,6 +53,7 @@ struct Plan {
     take(wanted, heads * chunks * kPages);
     take(mass, heads * chunks * kPages);
     take(candidates, heads * chunks * kPages);
+    take(marks, chunks * kPages);
   }
 };
 
@@ -121,21 +123,43 @@ KV_INLINE void transpose(i32x16 (&rows)[16]) {
   }
 }
 
+// Digests are read once a step, long after they left the caches: each page's is asked for while the page a chunk before
+// it is worked on.
+KV_INLINE void fetch(const DigestChoice& c, size_t page) {
+  const size_t dim = static_cast<size_t>(c.shape.head_dim), bytes = c.shape.code_bytes();
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(c.layer.codes + page * bytes + i, 0, 2);
+  for (size_t i = 0; i < dim; i += 64) {
+    __builtin_prefetch(c.layer.steps + page * dim + i, 0, 2);
+    __builtin_prefetch(c.layer.offsets + page * dim + i, 0, 2);
+  }
+  __builtin_prefetch(c.layer.scales + 2 * page, 0, 2);
+}
+
 // One KV head's pages of a chunk. Lanes beyond the last page repeat it.
 struct Chunk {
   size_t at[kPages];     // index of the page in the layer's arrays
+  size_t next[kPages];   // of the pages that this thread looks at next
   int64_t starts[kPages];
   i32x16 offsets[kMostDim / 4];  // [D/4]: four channels of each page
   f32x16 step_scale, offset_scale;
   bool hidden, capped;
 
+  static void find(const DigestChoice& c, int64_t index, int head, size_t (&found)[kPages]) {
+    for (int p = 0; p < kPages; ++p) {
+      const int64_t page = index * kPages + p < c.pages ? index * kPages + p : c.pages - 1;
+      found[p] = static_cast<size_t>(c.rows[page] * c.shape.heads + head);
+    }
+  }
+
   void gather(const DigestChoice& c, int64_t index, int head, int64_t first_seen) {
     const int dim = c.shape.head_dim;
+    find(c, index, head, at);
+    if (head + 1 < c.shape.heads) find(c, index, head + 1, next);
+    else find(c, index + 1, 0, next);
     hidden = false;
     capped = c.softcap > 0;
     for (int p = 0; p < kPages; ++p) {
       const int64_t page = index * kPages + p < c.pages ? index * kPages + p : c.pages - 1;
-      at[p] = static_cast<size_t>(c.rows[page] * c.shape.heads + head);
       starts[p] = c.starts[page];
       hidden |= c.window && starts[p] < first_seen;
       offset_scale[p] = c.layer.scales[2 * at[p]];
@@ -203,6 +227,7 @@ template <int P, int Rows>
 void look(const DigestChoice& c, const Plan& plan, const Chunk& chunk, int head, int64_t index, int64_t row,
           const uint8_t* decoded) {
   constexpr int B = P < 16 ? P : 16;
+  constexpr int kChains = Rows <= 4 ? 2 : 1;  // sums in flight: few queries alone would wait for each sum
   typedef typename Lanes<B>::i32 I;
   typedef typename Lanes<B>::u32 U;
   typedef typename Lanes<B>::f32 F;
@@ -232,30 +257,40 @@ void look(const DigestChoice& c, const Plan& plan, const Chunk& chunk, int head,
   }
   for (int p = 0; p < kPages; ++p) {
     Tables tables;
-    if (!decoded) tables.fill(c.layer.steps + chunk.at[p] * dim, dim);
+    if (!decoded) {
+      fetch(c, chunk.next[p]);
+      tables.fill(c.layer.steps + chunk.at[p] * dim, dim);
+    }
     for (int part = 0; part < P / B; ++part) {
-      I dots[Rows];
-      for (int r = 0; r < Rows; ++r) dots[r] = I{};
-      auto add = [&](int group, U keys) __attribute__((always_inline)) {
-        for (int r = 0; r < Rows; ++r) dots[r] = dot(dots[r], keys, small[r] + kWeights * group);
+      I dots[Rows][kChains];
+      for (int r = 0; r < Rows; ++r)
+        for (int chain = 0; chain < kChains; ++chain) dots[r][chain] = I{};
+      auto add = [&](int group, int turn, U keys) __attribute__((always_inline)) {
+        for (int r = 0; r < Rows; ++r)
+          dots[r][turn % kChains] = dot(dots[r][turn % kChains], keys, small[r] + kWeights * group);
       };
       if (decoded) {
         const uint8_t* keys = decoded + (p * (P / B) + part) * dim * B;
-        for (int g = 0; g < groups; ++g) add(g, load<U>(keys + g * 4 * B));
+        for (int g = 0; g < groups; g += 2) {
+          add(g, 0, load<U>(keys + g * 4 * B));
+          add(g + 1, 1, load<U>(keys + (g + 1) * 4 * B));
+        }
       } else {
         each_group<B>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part * (B * dim / 4), dim, tables, add);
       }
       for (int r = 0; r < Rows; ++r) {
-        const F x = __builtin_convertvector(dots[r], F) * factor[r][p] + shift[r][p];
+        for (int chain = 1; chain < kChains; ++chain) dots[r][0] += dots[r][chain];
+        const F x = __builtin_convertvector(dots[r][0], F) * factor[r][p] + shift[r][p];
         most[r] = x > most[r] ? x : most[r];
         store(scores[r] + p * P + part * B, x);
       }
     }
   }
   const int64_t valid = c.pages - index * kPages;
+  float tops[Rows];
+  for (int r = 0; r < Rows; ++r) tops[r] = largest(most[r]);
   for (int r = 0; r < Rows; ++r) {
-    float peak = kLowest;
-    for (int lane = 0; lane < B; ++lane) peak = most[r][lane] > peak ? most[r][lane] : peak;
+    float peak = tops[r];
     if (chunk.capped || chunk.hidden)
       peak = cap_and_hide(c, chunk, scores[r], plan.first[head * plan.wide + row + r]);
     f32x16 sums = page_sums<P>(scores[r], peak);
@@ -271,12 +306,13 @@ void decode(const DigestChoice& c, const Chunk& chunk, uint8_t* decoded) {
   constexpr int B = P < 16 ? P : 16;
   const int dim = c.shape.head_dim;
   for (int p = 0; p < kPages; ++p) {
+    fetch(c, chunk.next[p]);
     Tables tables;
     tables.fill(c.layer.steps + chunk.at[p] * dim, dim);
     for (int part = 0; part < P / B; ++part) {
       uint8_t* to = decoded + (p * (P / B) + part) * dim * B;
       each_group<B>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part * (B * dim / 4), dim, tables,
-                    [&](int group, auto keys) __attribute__((always_inline)) { store(to + group * 4 * B, keys); });
+                    [&](int group, int, auto keys) __attribute__((always_inline)) { store(to + group * 4 * B, keys); });
     }
   }
 }
@@ -340,7 +376,10 @@ void join_chunks(const Plan& plan, int head) {
       mass += share;
       squares += share * share;
     }
-    for (int lane = 0; lane < 16; ++lane) squares[lane] = __builtin_sqrtf(squares[lane]);
+    alignas(64) float roots[16];
+    store(roots, squares);
+    for (float& root : roots) root = __builtin_sqrtf(root);
+    squares = load<f32x16>(roots);
     store(plan.mass + (head * plan.chunks + i) * kPages, mass);
     store(plan.wanted + (head * plan.chunks + i) * kPages, squares);
   }
@@ -360,17 +399,24 @@ void choose(DigestChoice& c) {
   for (int64_t i = 0; i < heads * plan.wide; ++i) plan.own[i] = kLowest;
   for (int64_t i = 0; i < heads * plan.chunks * plan.wide; ++i) plan.peaks[i] = kLowest;
   for (int head = 0; head < heads; ++head) prepare(c, plan, head);
-  each(plan.chunks, [&](int64_t index, int) {
-    for (int head = 0; head < heads; ++head) {
-      switch (c.shape.page_size) {
-        case 8: look_all<8>(c, plan, index, head); break;
-        case 16: look_all<16>(c, plan, index, head); break;
-        default: look_all<32>(c, plan, index, head); break;
+  // neighbouring chunks go to the same thread, whose caches then hold what it asked for ahead
+  const int64_t run = plan.chunks >= 32 ? 4 : 1;
+  each((plan.chunks + run - 1) / run, [&](int64_t item, int) {
+    const int64_t end = (item + 1) * run < plan.chunks ? (item + 1) * run : plan.chunks;
+    size_t begin[kPages];
+    Chunk::find(c, item * run, 0, begin);
+    for (size_t page : begin) fetch(c, page);
+    for (int64_t index = item * run; index < end; ++index)
+      for (int head = 0; head < heads; ++head) {
+        switch (c.shape.page_size) {
+          case 8: look_all<8>(c, plan, index, head); break;
+          case 16: look_all<16>(c, plan, index, head); break;
+          default: look_all<32>(c, plan, index, head); break;
+        }
       }
-    }
   });
   for (int head = 0; head < heads; ++head) join_chunks(plan, head);
-  pick(c, plan.wanted, plan.mass, plan.chunks * kPages, plan.candidates, plan.looks);
+  pick(c, plan.wanted, plan.mass, plan.chunks * kPages, plan.candidates, plan.marks, plan.looks);
 }
 
 size_t scratch(const DigestShape& shape, int64_t pages, int64_t looks) {

@@ -114,15 +114,12 @@ struct Tables {
   template <class U>
   KV_INLINE U look_up(U codes, int group) const {
     const U index = (codes & 0x03030303u) | 0x0C080400u;
-    typedef uint32_t u32x4 __attribute__((vector_size(16)));
-    const u32x4 table = load<u32x4>(words + 4 * group);
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(words + 4 * group));
 #if defined(__AVX512BW__)
-    if constexpr (sizeof(U) == 64) {
-      const u32x16 wide = __builtin_shufflevector(table, table, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
-      return (U)_mm512_shuffle_epi8((__m512i)wide, (__m512i)index);
-    }
+    if constexpr (sizeof(U) == 64)  // masked by nothing: GCC 12 warns of the other form's undefined lanes
+      return (U)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xFFFF, table), (__m512i)index);
 #endif
-    const __m256i wide = _mm256_broadcastsi128_si256((__m128i)table);
+    const __m256i wide = _mm256_broadcastsi128_si256(table);
     if constexpr (sizeof(U) == 32) {
       return (U)_mm256_shuffle_epi8(wide, (__m256i)index);
     } else {
@@ -157,7 +154,7 @@ struct Tables {
 };
 #endif
 
-// Calls use(group, keys) for each four channels of B tokens, in order.
+// Calls use(group, turn, keys) for each four channels of B tokens, in order; `turn` is group % 4, as a constant.
 template <int B, class F>
 KV_INLINE void each_group(const uint8_t* codes, int head_dim, const Tables& tables, F&& use) {
   typedef typename Lanes<B>::u32 U;
@@ -165,16 +162,16 @@ KV_INLINE void each_group(const uint8_t* codes, int head_dim, const Tables& tabl
   int group = 0;
   for (; 4 * group + 16 <= head_dim; group += 4, codes += 4 * B) {
     const U packed = load<U>(codes);
-    use(group, tables.look_up(packed, group));
-    use(group + 1, tables.look_up(packed >> 2, group + 1));
-    use(group + 2, tables.look_up(packed >> 4, group + 2));
-    use(group + 3, tables.look_up(packed >> 6, group + 3));
+    use(group, 0, tables.look_up(packed, group));
+    use(group + 1, 1, tables.look_up(packed >> 2, group + 1));
+    use(group + 2, 2, tables.look_up(packed >> 4, group + 2));
+    use(group + 3, 3, tables.look_up(packed >> 6, group + 3));
   }
   if (4 * group < head_dim) {
     const Half half = load<Half>(codes);
     const U packed = join(half, half >> 4);
-    use(group, tables.look_up(packed, group));
-    use(group + 1, tables.look_up(packed >> 2, group + 1));
+    use(group, 0, tables.look_up(packed, group));
+    use(group + 1, 1, tables.look_up(packed >> 2, group + 1));
   }
 }
 
@@ -189,6 +186,24 @@ KV_INLINE f32x16 exp2_fast(f32x16 x) {
   p = fma(p, r, splat(0.99992815f));
   const f32x16 result = (f32x16)((i32x16)p + ((i32x16)t << 23));  // the low bits of t hold the whole part
   return x < -126.0f ? f32x16{} : result;
+}
+
+KV_INLINE int32_t total(i32x16 x) {
+  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  return x[0] + x[1];
+}
+
+KV_INLINE float largest(f32x16 x) {
+  x = max(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = max(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  x = max(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  return x[0] > x[1] ? x[0] : x[1];
+}
+
+KV_INLINE float largest(f32x8 x) {
+  return largest(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7));
 }
 
 // Lane i of the result is the sum of rows[i].
