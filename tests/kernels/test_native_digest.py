@@ -29,7 +29,7 @@ def restored() -> Iterator[None]:
     isa, threads = _native.isa(), _native.threads()
     yield
     _native.set_isa(isa)
-    _native.set_threads(threads)
+    _native.set_threads(max(threads, 1))
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def test_a_choice_is_the_same_to_the_bit_wherever_rows_lie_and_for_any_number_of
     expected = case.choose(case.native())
     scattered = np.random.default_rng(0).permutation(70_000)[:150]
     for threads in (1, 2, 5):
-        _native.set_threads(threads)
+        _native.set_threads(max(threads, 1))
         got = case.choose(case.native(scattered), rows=scattered)
         np.testing.assert_array_equal(got.chosen, expected.chosen)
         np.testing.assert_array_equal(got.ratio, expected.ratio)
