@@ -20,7 +20,18 @@ class Settle {
       each(heads_rows, heads_rows * a_.dim * a_.count, 8, [this](int64_t row) { join(row); });
     else
       std::memcpy(lse_, a_.parts[0].lse, static_cast<size_t>(heads_rows) * sizeof(float));
-    each(a_.pages, a_.pages * rows_ * 4, 8, [this](int64_t page) { mass(page); });
+    if (a_.tokens > 1) {
+      each(a_.pages, a_.pages * rows_ * 4, 8, [this](int64_t page) { mass(page); });
+      return;
+    }
+    int64_t first = 0;
+    for (int64_t p = 0; p < a_.count; first += a_.parts[p++].pages) {
+      const SettlePart& part = a_.parts[p];
+      each((part.pages + 15) / 16, part.pages * rows_ * 4, 8, [&, this](int64_t block) {
+        const int64_t within = block * 16, left = part.pages - within;
+        masses_of_one(part, first + within, within, left < 16 ? left : 16);
+      });
+    }
   }
 
  private:
@@ -69,42 +80,61 @@ class Settle {
     return p == -kInf ? f32x16{} : exp(p - l);
   }
 
+  // The masses of one page, its queries in the lanes.
   void mass(int64_t page) {
     int64_t part = 0, within = page;
     while (within >= a_.parts[part].pages) within -= a_.parts[part++].pages;
     const float* from = a_.parts[part].page_lse + within * rows_;
     const float* row = lse_ + a_.heads[page] * rows_;
     const int64_t tail = a_.tokens > kWindow ? a_.tokens - kWindow : 0;
-    f32x16 peak = {};
-    float total = 0, window = 0, last = 0;
+    f32x16 peak = {}, before = {}, window = {}, last = {};
     for (int64_t g = 0; g < a_.group; ++g, from += a_.tokens, row += a_.tokens) {
       // up to the window, then the window, so that each sum is of whole vectors
-      f32x16 sum = {};
       for (int64_t t = 0; t < tail; t += 16) {
         const f32x16 x = share(from + t, row + t, tail - t);
         peak = max(peak, x);
-        sum += x;
+        before += x;
       }
-      total += sum_of(sum);
-      sum = f32x16{};
-      int64_t t = tail;
       f32x16 x = {};
-      for (; t < a_.tokens; t += 16) {
+      for (int64_t t = tail; t < a_.tokens; t += 16) {
         x = share(from + t, row + t, a_.tokens - t);
         peak = max(peak, x);
-        sum += x;
+        window += x;
       }
-      window += sum_of(sum);
-      alignas(64) float lanes[16];
-      store(lanes, x);
-      last += lanes[a_.tokens - 1 - (t - 16)];
+      last += x;
     }
-    const float mean = 1.0f / static_cast<float>(a_.group);
+    alignas(64) float lanes[16];
+    store(lanes, last);
+    const float mean = 1.0f / static_cast<float>(a_.group), recent = sum_of(window);
     float* to = a_.masses + page;
     to[0] = top_of(peak);
-    to[a_.pages] = (total + window) * mean;
-    to[2 * a_.pages] = last * mean;
-    to[3 * a_.pages] = window * mean;
+    to[a_.pages] = (sum_of(before) + recent) * mean;
+    to[2 * a_.pages] = lanes[(a_.tokens - tail - 1) % 16] * mean;
+    to[3 * a_.pages] = recent * mean;
+  }
+
+  // Where there is one query: the masses of up to 16 pages, in the lanes.
+  void masses_of_one(const SettlePart& part, int64_t first, int64_t within, int64_t count) {
+    const float mean = 1.0f / static_cast<float>(a_.group);
+    f32x16 peak = {}, total = {};
+    for (int64_t g = 0; g < a_.group; ++g) {
+      alignas(64) float pages[16], rows[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        const int64_t at = i < count ? i : 0;
+        pages[i] = part.page_lse[(within + at) * a_.group + g];
+        rows[i] = lse_[a_.heads[first + at] * a_.group + g];
+      }
+      const f32x16 page = load<f32x16>(pages), row = load<f32x16>(rows);
+      const f32x16 x = page == -kInf ? f32x16{} : exp(page - row);
+      peak = max(peak, x);
+      total += x;
+    }
+    alignas(64) float lanes[16];
+    total *= mean;
+    for (int kind = 0; kind < 4; ++kind) {
+      store(lanes, kind ? total : peak);
+      std::memcpy(a_.masses + kind * a_.pages + first, lanes, static_cast<size_t>(count) * sizeof(float));
+    }
   }
 
   const SettleArgs& a_;
