@@ -27,6 +27,8 @@ inline void relax() {
 // sleep then cost more to wake (20 to 50 us) than the work that they get.
 constexpr auto kSpin = std::chrono::microseconds(300);
 
+constexpr int64_t kMostItems = 0x7FFFFFFF;  // to be handed out; more are one thread's
+
 thread_local bool inside = false;
 
 class Pool {
@@ -49,9 +51,8 @@ class Pool {
   void run(int64_t items, Work work, void* context) {
     work_ = work;
     context_ = context;
-    items_ = items;
-    next_.store(0, std::memory_order_relaxed);
-    busy_.store(count_ - 1, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    state_.store(static_cast<uint64_t>(items) << 32, std::memory_order_release);
     {
       // under the mutex, so that a worker about to sleep can't miss it
       std::lock_guard lock(mutex_);
@@ -59,8 +60,9 @@ class Pool {
     }
     if (asleep_.load(std::memory_order_acquire) > 0) wake_.notify_all();
     take(0);
-    // A worker that was asleep may still be on its way: wait for each to have seen that nothing is left.
-    for (int turns = 0; busy_.load(std::memory_order_acquire) != 0; ++turns) {
+    // Only for items that a worker has taken: one that is still asleep, or that the system lets wait while others
+    // have the core, finds nothing left when it comes.
+    for (int turns = 0; done_.load(std::memory_order_acquire) != items; ++turns) {
       if (turns < 20000) relax(); else std::this_thread::yield();
     }
   }
@@ -73,7 +75,15 @@ class Pool {
  private:
   void take(int thread) {
     inside = true;
-    for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_;) work_(context_, item, thread);
+    uint64_t now = state_.load(std::memory_order_acquire);
+    while ((now & kNext) < now >> 32) {
+      // Who advances the state has an item of the work that is set now, however late he comes: `run` goes on only
+      // when that item is done.
+      if (!state_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      work_(context_, static_cast<int64_t>(now & kNext), thread);
+      done_.fetch_add(1, std::memory_order_release);
+      now = state_.load(std::memory_order_acquire);
+    }
     inside = false;
   }
 
@@ -94,7 +104,6 @@ class Pool {
       if (stop_.load()) return;
       seen = round_.load(std::memory_order_acquire);
       take(thread);
-      busy_.fetch_sub(1, std::memory_order_release);
     }
   }
 
@@ -105,11 +114,11 @@ class Pool {
   std::atomic<int> asleep_{0};
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<uint64_t> round_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<int> busy_{0};
+  static constexpr uint64_t kNext = 0xFFFFFFFFu;
+  alignas(64) std::atomic<uint64_t> state_{0};  // how many items there are, and the next one
+  alignas(64) std::atomic<int64_t> done_{0};
   Work work_ = nullptr;
   void* context_ = nullptr;
-  int64_t items_ = 0;
 };
 
 // Never destroyed: threads that are joined while Python shuts down can hang.
@@ -137,7 +146,7 @@ Shared& shared() {
 void run_parallel(int64_t items, Work work, void* context) {
   Shared& state = shared();
   const int wanted = state.wanted.load(std::memory_order_relaxed);
-  if (items > 1 && wanted > 1 && !inside && state.use.try_lock()) {
+  if (items > 1 && items <= kMostItems && wanted > 1 && !inside && state.use.try_lock()) {
     std::lock_guard lock(state.use, std::adopt_lock);
     if (!state.pool || state.pool->count() != wanted) {
       state.pool.reset();
