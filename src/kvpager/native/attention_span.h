@@ -77,12 +77,12 @@ class Span {
            (!a_.window || start > last - a_.window);
   }
 
-  const uint8_t* keys(int64_t page, uint8_t* spare) const {
+  const uint8_t* keys(int64_t page, const uint8_t* next, uint8_t* spare) const {
     if constexpr (kExpand) {
       if (const float* held = slot(page))
         expand_slot_keys(l_, held, reinterpret_cast<uint16_t*>(spare));
       else
-        expand_keys(l_, frame(page), spare);
+        expand_keys(l_, frame(page), next, spare);
       return spare;
     }
     return frame(page);
@@ -108,17 +108,17 @@ class Span {
     if (l_.page_size == 8) {
       for (int i = 0; i < count; i += 2) {
         const int second = i + 1 < count ? i + 1 : i;
-        const uint8_t* k = keys(page + i, spare_);
-        const uint8_t* k2 = keys(page + second, spare_ + kSpare / 2);
-        score<E, true>(k, k2, q_, stride_, rows_, steps, kExpand ? k : ahead(page, count, i, false, last, k), a_.scale,
-                       scores_ + 8 * i, kChunk);
+        const uint8_t* next = ahead(page, count, i, false, last, frame(page + i));
+        const uint8_t* k = keys(page + i, next, spare_);
+        const uint8_t* k2 = keys(page + second, next, spare_ + kSpare / 2);
+        score<E, true>(k, k2, q_, stride_, rows_, steps, kExpand ? k : next, a_.scale, scores_ + 8 * i, kChunk);
         finish(page + i, 8 * i, second == i ? -1 : page + second);
       }
       return;
     }
     for (int i = 0; i < count; ++i) {
-      const uint8_t* k = keys(page + i, spare_);
-      const uint8_t* next = ahead(page, count, i, false, last, k);
+      const uint8_t* next = ahead(page, count, i, false, last, frame(page + i));
+      const uint8_t* k = keys(page + i, next, spare_);
       for (int block = 0; block < l_.page_size / 16; ++block) {
         const int at = i * l_.page_size + 16 * block;
         score<E, false>(k + block * block_bytes, nullptr, q_, stride_, rows_, steps,
@@ -203,14 +203,14 @@ class Span {
   }
 
   // A page's values with zeros for tokens that no query sees: zero weight times a stray NaN would be NaN.
-  const uint8_t* values(int64_t page, uint8_t* spare) const {
+  const uint8_t* values(int64_t page, const uint8_t* next, uint8_t* spare) const {
     const uint8_t* from = frame(page) + l_.values;
     if constexpr (kExpand) {
       if (const float* held = slot(page))
         expand_slot_values(l_, held + static_cast<int64_t>(l_.page_size) * l_.head_dim,
                            reinterpret_cast<uint16_t*>(spare));
       else
-        expand_values(l_, frame(page), spare);
+        expand_values(l_, frame(page), next, spare);
     } else {
       std::memcpy(spare, from, static_cast<size_t>(value_bytes_));
     }
@@ -233,15 +233,14 @@ class Span {
     int begin = 0;
     uint8_t* spare = spare_;
     for (int i = 0; i < count; ++i) {
-      const uint8_t* v;
+      const uint8_t* v = frame(page + i) + l_.values;
+      const uint8_t* soon = ahead(page, count, i, true, last, v);
       if (kExpand || !whole(page + i)) {
-        v = values(page + i, spare);
+        v = values(page + i, soon, spare);
         spare += value_bytes_;
-      } else {
-        v = frame(page + i) + l_.values;
       }
       found[run.pages] = v;
-      next[run.pages++] = kExpand ? v : ahead(page, count, i, true, last, v);
+      next[run.pages++] = kExpand ? v : soon;
       if (i + 1 == count || spare + value_bytes_ > spare_ + kSpare) {
         mix<E>(run, l_.head_dim, weights_ + begin * page_weights, kWeights, rows_, result_.out, width_);
         begin = i + 1;
