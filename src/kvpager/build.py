@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvpager.config import (
     DEFAULT_POOL_BYTES,
@@ -24,6 +24,7 @@ from kvpager.config import (
     parse_size,
 )
 from kvpager.errors import ConfigError, SwapError
+from kvpager.kernels.choose import REBUILD, native_available, set_threads
 from kvpager.models.cache import cache_directory
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
 
-__all__ = ["PagerOptions", "load_model", "make_cache", "pager_config", "yield_while_waiting"]
+__all__ = ["WEIGHTS", "PagerOptions", "WeightsName", "load_model", "make_cache", "pager_config", "yield_while_waiting"]
 
+WeightsName = Literal["auto", "int8", "unpacked"]
+WEIGHTS: tuple[str, ...] = get_args(WeightsName)
 PREFILL_CHUNK = 512  # tokens of a prompt that one forward reads, where there is room for them
 MEMORY_SHARE = 1.5  # of the full KV: more than all frames with their digests and tables can take
 
@@ -173,14 +176,27 @@ def _make_folder(path: Path) -> None:
 
 
 def load_model(
-    name: str, *, dtype: str = "auto", threads: int | None = None, progress: Callable[[str], None] | None = None
+    name: str,
+    *,
+    dtype: str = "auto",
+    weights: WeightsName = "auto",
+    threads: int | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Load a model with kvpager's attention; `threads` sets PyTorch's for this process.
+    """Load a model with kvpager's attention; `threads` sets PyTorch's and the kernels' for this process.
 
-    Raises ModelNotFound, ModelCorrupt, ModelTooLarge, UnsupportedModel or MissingDependency.
+    `weights` says who computes the linear layers: "auto" packs bfloat16 weights for the compiled kernels where they
+    are built, "int8" rounds them to 8 bits on the way, and "unpacked" leaves the model's own modules in charge.
+
+    Raises ModelNotFound, ModelCorrupt, ModelTooLarge, UnsupportedModel, MissingDependency, or ConfigError for int8
+    without compiled kernels or of a model that is not bfloat16.
     """
     from kvpager.models import load, require_packages
 
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
+    if weights == "int8" and not native_available():
+        raise ConfigError(f"weights: 'int8' needs the compiled kernels; {REBUILD}")
     require_packages()
     yield_while_waiting()
     import torch
@@ -189,8 +205,28 @@ def load_model(
 
     if threads is not None:
         torch.set_num_threads(threads)
+    set_threads(threads)
     kvpager.hf.register()
-    return load(name, dtype=dtype, attn_implementation="kvpager", progress=progress)
+    loaded = load(name, dtype=dtype, attn_implementation="kvpager", progress=progress)
+    if weights == "int8" and loaded.dtype != "bfloat16":
+        raise ConfigError(f"weights: 'int8' are rounded from bfloat16, and {name} was loaded as {loaded.dtype}")
+    return loaded if weights == "unpacked" or not native_available() else _packed(loaded, weights)
+
+
+def _packed(loaded: LoadedModel, weights: WeightsName) -> LoadedModel:
+    """The same model with packed modules in the place of its own, as far as they fit it."""
+    import torch
+
+    from kvpager.hf.accelerate import accelerate
+
+    report = accelerate(loaded.model, "int8" if weights == "int8" else "bfloat16")
+    if not report.replaced:
+        return loaded
+    if not report.left:
+        # what is left to PyTorch is small, and its threads would wait by spinning on the kernels' cores
+        torch.set_num_threads(1)
+    held = sum(part.nbytes for part in (*loaded.model.parameters(), *loaded.model.buffers()))
+    return replace(loaded, weight_bytes=held + report.packed_bytes)
 
 
 def yield_while_waiting() -> None:

@@ -107,10 +107,11 @@ def generate(
     *,
     max_tokens: int,
     sampler: Sampler,
+    ignore_eos: bool = False,
     on_prefill: Callable[[int], None] = lambda done: None,
     on_text: Callable[[str], None] | None = None,
 ) -> Generation:
-    """Read `prompt`, then write up to `max_tokens` tokens; stops before an end mark of the model.
+    """Read `prompt`, then write up to `max_tokens` tokens; stops before an end mark of the model unless `ignore_eos`.
 
     `on_prefill` gets the tokens read so far; `on_text` gets text as it is complete. The cache must be empty.
     """
@@ -129,7 +130,7 @@ def generate(
         token = sampler(logits)
         decode_started = time.perf_counter()
         for remaining in range(max_tokens, 0, -1):
-            if token in loaded.end_ids:
+            if token in loaded.end_ids and not ignore_eos:
                 finish = "stop"
                 break
             if text := stream.push(token):

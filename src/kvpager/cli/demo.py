@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
     target = check_target(args.map or "kvpager-demo.png")
     started = time.perf_counter()
-    loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
+    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
     from kvpager.evaluation.codes import CodesTask  # after loading, which sets PyTorch up before its first import
 
     tokens = args.tokens or (2000 if args.quick else 4000)

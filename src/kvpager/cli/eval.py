@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = series(args)
     if args.chunk % args.tile:
         raise ConfigError(f"chunk: {args.chunk} is not a multiple of tile, {args.tile}")
-    loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
+    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
     from kvpager.evaluation.echo import EchoTask, echo_full  # after loading, which sets PyTorch up first
 
     ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

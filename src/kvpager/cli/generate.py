@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="P",
         help="sample from the likeliest tokens that make up P (default: 1)",
     )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="write on past the model's end mark (for measuring speed)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text and all figures")
     add_model_options(parser)
     add_pager_options(parser)
@@ -75,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     options = pager_options(args)
     options.settings()  # refused before a model is loaded
     prompt = read_prompt(args.prompt, args.prompt_file)
-    loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
+    started = time.perf_counter()
+    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
+    load_seconds = time.perf_counter() - started
     token_ids = encode(loaded, prompt, raw=args.raw)
     max_tokens = fit(loaded, len(token_ids), args.max_tokens)
     cache = build.make_cache(loaded, options, tokens=len(token_ids) + max_tokens)
@@ -87,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
                 token_ids,
                 max_tokens=max_tokens,
                 sampler=Sampler(args.temperature, args.top_p, args.seed),
+                ignore_eos=args.ignore_eos,
                 on_prefill=advance,
                 on_text=None if args.json else lambda text: emit(text, end=""),
             )
@@ -98,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         cache.close()
     if args.json:
-        emit_json(figures(args, loaded, options, result, stats))
+        emit_json({**figures(args, loaded, options, result, stats), "load_seconds": round(load_seconds, 3)})
     else:
         emit("")
         say(summary(result, stats))
@@ -193,6 +200,8 @@ def figures(
             "temperature": args.temperature,
             "top_p": args.top_p,
             "raw": args.raw,
+            "weights": args.weights,
+            "threads": args.threads,
         },
     }
 

@@ -9,13 +9,13 @@ import argparse
 import re
 from collections.abc import Callable
 
-from kvpager.build import PagerOptions
+from kvpager.build import WEIGHTS, PagerOptions
 from kvpager.config import DIGESTS, DTYPES, KERNELS, MODES, POLICIES, parse_size
 from kvpager.errors import ConfigError
 
 __all__ = ["add_model_options", "add_pager_options", "pager_options", "positive", "size", "whole"]
 
-WEIGHTS = ("auto", "float32", "bfloat16")
+MODEL_DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_MODEL = "smollm2-135m"
 
 _POOL_SHARE = re.compile(r"\d+(?:\.\d+)?\s*%")
@@ -83,7 +83,7 @@ def budget(text: str) -> int | None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model``, ``--dtype`` and ``--threads``."""
+    """Add ``--model``, ``--dtype``, ``--weights`` and ``--threads``."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -93,9 +93,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=WEIGHTS,
+        choices=MODEL_DTYPES,
         default="auto",
         help="number format of weights and activations; auto is the model's own (default: %(default)s)",
+    )
+    group.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default="auto",
+        help="who computes the linear layers: auto packs bfloat16 weights for the compiled kernels, int8 rounds them "
+        "to 8 bits on the way, unpacked leaves it to PyTorch (default: auto)",
     )
     group.add_argument(
         "--threads",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 from kvpager.config import KVShape, PagerConfig
@@ -10,7 +11,7 @@ from kvpager.kernels.cores import default_threads
 from kvpager.kernels.reference import ReferenceKernel
 from kvpager.ports import Kernel
 
-__all__ = ["native_available", "open_kernel", "set_threads"]
+__all__ = ["REBUILD", "native_available", "open_kernel", "set_threads"]
 
 REBUILD = "install kvpager again with a C++20 compiler (g++ or clang++) at hand"
 
@@ -52,12 +53,19 @@ def native_available() -> bool:
 def set_threads(count: int | None) -> None:
     """Let the compiled kernels of this process use `count` threads, 1 to 256.
 
-    None sets the default, the physical cores, unless a number was set before. Nothing happens where the kernels are
-    not built. Raises ConfigError for another number.
+    None sets the default, the physical cores, unless a number was set before. The environment variable KVPAGER_ISA
+    names another instruction set than the best one. Nothing happens where the kernels are not built. Raises
+    ConfigError for another number, or an instruction set that is not to be had.
     """
     if not native_available():
         return
     from kvpager import _native
+
+    isa = os.environ.get("KVPAGER_ISA")
+    if isa and isa != _native.isa():
+        if isa not in _native.isas():
+            raise ConfigError(f"KVPAGER_ISA: {isa!r} is not one of {', '.join(_native.isas())}")
+        _native.set_isa(isa)
 
     if count is None:
         if _native.threads() == 0:
