@@ -20,6 +20,7 @@ import numpy as np
 
 from kvpager.core.policies import POLICY_TYPES, Policy, make
 from kvpager.core.scorer import AttentionScorer
+from kvpager.kernels.reference import masses
 
 SINKS, RECENT = 1, 2
 EXAMPLE = "example: python benchmarks/eviction_policies.py trace.npz --budget 480 --pool 0.3 --order chunk:64"
@@ -203,7 +204,8 @@ class Simulation:
             self.pinned[part] = already
             if self.policy is None:
                 self.next_use[part] = self.future[at][first : first + self.group]
-        self.scorer.observe(attend.blocks, self.layer, attend.heads, attend.mass, self.tick)
+        given, queries = masses(attend.mass), attend.mass.shape[2]
+        self.scorer.observe([attend.blocks], self.layer, attend.heads, given, queries, self.tick)
 
     def room(self, wanted: int) -> None:
         """Evict until `wanted` frames are free."""

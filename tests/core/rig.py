@@ -97,6 +97,7 @@ class Rig:
 def fingerprint(pager):
     """All that a failed call must leave as it was."""
     state = pager._state
+    state.scorer.settle()
     kept = [state.table.frame, state.table.slot, state.table.sealed, state.pool.owner, state.pool.evictable]
     kept += list(state.scorer._pages.values())
     sequences = [

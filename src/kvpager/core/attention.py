@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvpager.core.sequence import Sequence, Step
 from kvpager.kernels.reference import merge
 from kvpager.ports import BoolArray, Digest, FloatArray, IntArray, Kernel, PageList, Partial, Room, TileQuery
 
-__all__ = ["Attender", "TileEvent"]
+__all__ = ["AttendResult", "Attender", "TileEvent"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,37 @@ class _Attended(NamedTuple):
     recalled: IntArray
 
 
+class _Given(NamedTuple):
+    """What a tile of so many queries gave to pages: heads [n], blocks (in pieces), and the mass in total [n]."""
+
+    heads: IntArray
+    blocks: list[IntArray]
+    total: FloatArray
+    queries: int
+
+
+class AttendResult:
+    """What `attend` returns.
+
+    output     float32 [query_heads, T, head_dim]
+    page_mass  float32 [kv_heads, blocks]: the softmax mass that each page got, mean over the T queries and over the
+               query group; sums to 1 for each KV head
+    """
+
+    def __init__(self, output: FloatArray, given: list[_Given], shape: tuple[int, int]) -> None:
+        self.output = output
+        self._given, self._shape = given, shape
+
+    @cached_property
+    def page_mass(self) -> FloatArray:
+        """The mass of each page; put together when it is asked for, which a model's forward never does."""
+        mass = np.zeros(self._shape, np.float32)
+        queries = np.float32(sum(one.queries for one in self._given))
+        for one in self._given:
+            mass[one.heads, np.concatenate(one.blocks)] += one.total / queries
+        return mass
+
+
 class Attender:
     """Runs the tiles of one call. `digest` is None where nothing is ever selected."""
 
@@ -89,18 +121,15 @@ class Attender:
         queries: FloatArray,
         scale: float,
         softcap: float | None,
-    ) -> tuple[FloatArray, FloatArray]:
-        """Attend the last T tokens written to `layer`, queries [H * G, T, D].
-
-        Returns the output [H * G, T, D] and the page mass [H, blocks], mean over queries and group.
-        """
+    ) -> AttendResult:
+        """Attend the last T tokens written to `layer`, queries [H * G, T, D]."""
         stop = int(sequence.filled[layer])
-        tokens = queries.shape[1]
         size, window = self._config.tile, self._shape.window(layer)
         clock = self._residency.clock
         clock.layer = layer
-        parts: list[tuple[FloatArray, FloatArray]] = []
-        begin = start = stop - tokens
+        outputs: list[FloatArray] = []
+        given: list[_Given] = []
+        begin = start = stop - queries.shape[1]
         while begin < stop:
             end = min((begin // size + 1) * size, stop)
             if begin > start:
@@ -108,24 +137,22 @@ class Attender:
                 sequence.tick += 1
             clock.again = end < stop
             query = TileQuery(queries[:, begin - start : end - start], begin, scale, window, softcap)
-            output, mass = self._tile(step, sequence, layer, query)
-            parts.append((output, mass if end - begin == tokens else mass * np.float32((end - begin) / tokens)))
+            output, masses = self._tile(step, sequence, layer, query)
+            outputs.append(output)
+            given.append(masses)
             begin = end
         clock.again = False
-        mass = np.zeros((self._shape.kv_heads, len(sequence.rows)), np.float32)
-        for _, tile_mass in parts:
-            mass[:, : tile_mass.shape[1]] += tile_mass
-        output = parts[0][0] if len(parts) == 1 else np.concatenate([output for output, _ in parts], axis=1)
-        return output, mass
+        output = outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=1)
+        return AttendResult(output, given, (self._shape.kv_heads, len(sequence.rows)))
 
-    def _tile(self, step: Step, sequence: Sequence, layer: int, query: TileQuery) -> tuple[FloatArray, FloatArray]:
+    def _tile(self, step: Step, sequence: Sequence, layer: int, query: TileQuery) -> tuple[FloatArray, _Given]:
         tile = self._span(query)
         if query.window is not None and tile.first:
             self._residency.table.expired[sequence.rows[: tile.first], layer] = True
         # the tile's own pages first: what they get of each query's attention is known exactly when the past is chosen
         pages = self._planned(step, sequence, layer, tile, own=True)
         parts, recalled = self._groups(layer, tile, pages)
-        heads, blocks, rows = pages.heads, pages.blocks, pages.rows
+        heads, blocks, rows = pages.heads, [pages.blocks], [pages.rows]
         past = self._selected(step, sequence, layer, tile, parts)
         if tile.own > tile.first and (past is None or past.any()):
             if past is None:
@@ -138,35 +165,27 @@ class Attender:
             if attended.recalled.size:
                 recalled = np.concatenate([recalled, attended.recalled + len(heads)])
             heads = np.concatenate([heads, before.heads])
-            blocks = np.concatenate([blocks, before.blocks])
-            rows = np.concatenate([rows, before.rows])
+            blocks.append(before.blocks)
+            rows.append(before.rows)
         settled = self._kernel.settle(parts, heads)
         queries = query.queries.shape[1]
-        masses = settled.masses
-        self._residency.scorer.observe(rows, layer, heads, masses, queries, self.now(sequence))
+        self._residency.scorer.observe(rows, layer, heads, settled.masses, queries, self.now(sequence))
         counters = self._residency.counters
         counters.tiles += 1
         counters.pages_attended += len(heads)
-        page_mass = np.zeros((self._shape.kv_heads, tile.last), np.float32)
-        page_mass[heads, blocks] = masses.total if queries == 1 else masses.total / np.float32(queries)
+        given = _Given(heads, blocks, settled.masses.total, queries)
         if self.observers:
-            self._tell(sequence, layer, tile, heads, blocks, recalled, page_mass)
-        return settled.output, page_mass
+            self._tell(sequence, layer, tile, given, recalled)
+        return settled.output, given
 
-    def _tell(
-        self,
-        sequence: Sequence,
-        layer: int,
-        tile: _Tile,
-        heads: IntArray,
-        blocks: IntArray,
-        recalled: IntArray,
-        page_mass: FloatArray,
-    ) -> None:
+    def _tell(self, sequence: Sequence, layer: int, tile: _Tile, given: _Given, recalled: IntArray) -> None:
+        heads, blocks = given.heads, np.concatenate(given.blocks)
+        page_mass = np.zeros((self._shape.kv_heads, tile.last), np.float32)
+        page_mass[heads, blocks] = given.total / np.float32(given.queries)
         selected = np.zeros(page_mass.shape, np.bool_)
         selected[heads, blocks] = True
         came = np.stack([heads[recalled], blocks[recalled]], axis=1)
-        event = TileEvent(sequence, layer, tile.query.start, tile.stop, selected, came, page_mass.copy())
+        event = TileEvent(sequence, layer, tile.query.start, tile.stop, selected, came, page_mass)
         for observer in self.observers:
             observer(event)
 

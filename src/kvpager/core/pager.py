@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from kvpager.config import KVShape, PagerConfig
 from kvpager.core import books, forking, transaction
-from kvpager.core.attention import TileEvent
+from kvpager.core.attention import AttendResult, TileEvent
 from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
 from kvpager.core.guards import changes, owned
 from kvpager.core.sequence import Sequence
@@ -24,19 +23,6 @@ from kvpager.ports import FloatArray, Kernel, Swap
 from kvpager.stats import PagerStats
 
 __all__ = ["AttendResult", "Pager"]
-
-
-@dataclass(frozen=True)
-class AttendResult:
-    """What `attend` returns.
-
-    output     float32 [query_heads, T, head_dim]
-    page_mass  float32 [kv_heads, blocks]: the softmax mass that each page got, mean over the T queries and over the
-               query group; sums to 1 for each KV head
-    """
-
-    output: FloatArray
-    page_mass: FloatArray
 
 
 class Pager:
@@ -233,7 +219,7 @@ class Pager:
     def _attend(self, *arguments: Any) -> AttendResult:
         self._attending = True
         try:
-            return AttendResult(*self._state.attender.attend(*arguments))
+            return self._state.attender.attend(*arguments)
         finally:
             self._attending = False
 

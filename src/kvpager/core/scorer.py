@@ -20,7 +20,7 @@ remembers how each page was looked at while it was new, and becomes recency.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ FIELDS = frozenset({"mass", "total", "last", "window", "estimate", "born"})
 """The fields that are kept only where a policy needs them."""
 
 SEEN_MAX = 255
+MOST_WAITING = 1 << 16  # pages and estimates that wait for the books: about 2 MiB
 RATIO_MAX = np.float32(6e4)  # estimates are held as float16, which ends at 65,504
 
 
@@ -105,6 +106,30 @@ class Snapshot(NamedTuple):
     numbers: list[Numbers]
 
 
+class _Observed(NamedTuple):
+    """What one tile gave: rows in pieces, heads [n], masses [n], its queries, and the tick."""
+
+    rows: Sequence[IntArray]
+    heads: IntArray
+    masses: Masses
+    queries: int
+    tick: int
+
+
+def _runs(estimates: dict[int, tuple[Rows, FloatArray]]) -> Iterator[tuple[int, int, Rows]]:
+    """(first layer, last + 1, rows) of layers that follow one another and look at the same slice of rows."""
+    layers = sorted(estimates)
+    while layers:
+        first = last = layers.pop(0)
+        rows, ratio = estimates[first]
+        while layers and layers[0] == last + 1 and isinstance(rows, slice):
+            other, other_ratio = estimates[layers[0]]
+            if other != rows or other_ratio.shape != ratio.shape:
+                break
+            last = layers.pop(0)
+        yield first, last + 1, rows
+
+
 class AttentionScorer:
     """Page mass over time, for the pages of all sequences.
 
@@ -137,7 +162,10 @@ class AttentionScorer:
         self._pages: dict[str, Numbers] = {"last_used": np.zeros(pages, np.int32), "seen": np.zeros(pages, np.uint8)}
         for name in sorted(self.needs - {"born"}):
             self._pages[name] = np.zeros(pages, np.float16 if name == "estimate" else np.float32)
-        self._by_layer: list[dict[str, Numbers]] = []  # views of the same, flat
+        # What came since the books were last looked at, by layer: no page stands twice in it.
+        self._observed: dict[int, _Observed] = {}
+        self._estimates: dict[int, tuple[Rows, FloatArray]] = {}
+        self._waiting = 0  # pages and estimates in it
 
     @property
     def rows(self) -> int:
@@ -156,67 +184,105 @@ class AttentionScorer:
         if more <= 0:
             return
 
+        self.settle()
+
         def longer(array: Numbers) -> Numbers:
             return np.concatenate([array, np.zeros((len(array), more, *array.shape[2:]), array.dtype)], axis=1)
 
         self._position = np.concatenate([self._position, np.zeros(more, np.int32)])
         self._born = longer(self._born)
         self._pages = {name: longer(array) for name, array in self._pages.items()}
-        self._by_layer = [
-            {name: field[layer].reshape(-1) for name, field in self._pages.items()} for layer in range(self.layers)
-        ]
 
     def born(self, rows: IntArray, layer: int, positions: IntArray, tick: int) -> None:
         """Start the pages of new blocks in one layer (all heads): rows [n], block indices [n]."""
+        self.settle()
         self._position[rows] = positions
         if "born" in self.needs:
             self._born[layer, rows] = tick
         for name, field in self._pages.items():
             field[layer, rows] = tick if name == "last_used" else np.nan if name in ("window", "estimate") else 0
 
-    def observe(self, rows: IntArray, layer: int, heads: IntArray, masses: Masses, queries: int, tick: int) -> None:
+    def observe(
+        self, rows: Sequence[IntArray], layer: int, heads: IntArray, masses: Masses, queries: int, tick: int
+    ) -> None:
         """Take in what one tile of so many queries gave to the pages that it attended to.
 
-        rows, heads [n], each page once.
+        rows (in pieces), heads [n], each page once.
         """
+        if layer in self._observed or self._waiting > MOST_WAITING:
+            self.settle()
         self._ran[layer] = tick
-        page = rows * self.kv_heads + heads
-        fields = self._by_layer[layer]
-        fields["last_used"][page] = tick
-        before = fields["seen"][page]
-        fields["seen"][page] = before + (before < SEEN_MAX)
-        if "mass" in fields:
-            faded = fields["mass"][page] * self.decay**queries
-            fields["mass"][page] = np.maximum(faded, masses.peak)
-        if "total" in fields:
-            fields["total"][page] += masses.total
-        if "last" in fields:
-            fields["last"][page] = masses.last
-        if "window" in fields and queries > 1:
-            fields["window"][page] = masses.window
+        self._observed[layer] = _Observed(rows, heads, masses, queries, tick)
+        self._waiting += len(heads)
 
     def estimated(self, rows: Rows, layer: int, ratio: FloatArray) -> None:
         """Take in one selection: ratio float32 [H, n], estimated mass over threshold of each candidate row [n].
 
         1 and above says that the page was selected, and `observe` will follow for it.
         """
-        seen = self._pages["seen"][layer]
-        before = seen[rows]
-        seen[rows] = before + ((ratio.T < 1) & (before < SEEN_MAX))
-        if "estimate" in self._pages:
-            self._pages["estimate"][layer, rows] = np.minimum(ratio.T, RATIO_MAX)
+        if layer in self._estimates:
+            self.settle()
+        self._estimates[layer] = (rows, ratio)
+        self._waiting += ratio.size
+
+    def settle(self) -> None:
+        """Bring into the books what waits: a decode step's layers together cost little more than one of them."""
+        if not self._waiting:
+            return
+        estimates, observed = self._estimates, self._observed
+        self._estimates, self._observed, self._waiting = {}, {}, 0
+        for first, last, rows in _runs(estimates):
+            ratio = np.stack([estimates[layer][1] for layer in range(first, last)]).swapaxes(1, 2)
+            seen = self._pages["seen"][first:last]
+            before = seen[:, rows]
+            seen[:, rows] = before + ((ratio < 1) & (before < SEEN_MAX))
+            if "estimate" in self._pages:
+                self._pages["estimate"][first:last, rows] = np.minimum(ratio, RATIO_MAX)
+        if observed:
+            self._take_in_masses(observed)
+
+    def _take_in_masses(self, observed: dict[int, _Observed]) -> None:
+        counts = [len(one.heads) for one in observed.values()]
+
+        def joined(arrays: Iterable[Numbers]) -> Numbers:
+            return np.concatenate(list(arrays))
+
+        def each(values: list[Any], dtype: npt.DTypeLike) -> Numbers:
+            return np.repeat(np.array(values, dtype), counts)
+
+        page = joined(row for one in observed.values() for row in one.rows) * self.kv_heads
+        page += joined(one.heads for one in observed.values())
+        page += each(list(observed), np.int64) * (self.rows * self.kv_heads)
+        fields = {name: field.reshape(-1) for name, field in self._pages.items()}
+        fields["last_used"][page] = each([one.tick for one in observed.values()], np.int32)
+        before = fields["seen"][page]
+        fields["seen"][page] = before + (before < SEEN_MAX)
+        if "mass" in fields:
+            faded = fields["mass"][page] * each([self.decay**one.queries for one in observed.values()], np.float32)
+            fields["mass"][page] = np.maximum(faded, joined(one.masses.peak for one in observed.values()))
+        if "total" in fields:
+            fields["total"][page] += joined(one.masses.total for one in observed.values())
+        if "last" in fields:
+            fields["last"][page] = joined(one.masses.last for one in observed.values())
+        if "window" in fields:
+            window = joined(one.masses.window for one in observed.values())
+            several = each([one.queries > 1 for one in observed.values()], np.bool_)
+            fields["window"][page[several]] = window[several]
 
     def snapshot(self, rows: Rows, layers: slice) -> Snapshot:
         """All that a step may change about the pages of rows in some layers, for :meth:`restore`."""
+        self.settle()
         return Snapshot(rows, layers, [array[layers][:, rows].copy() for array in self._pages.values()])
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put back what :meth:`snapshot` kept."""
+        self.settle()
         for array, kept in zip(self._pages.values(), snapshot.numbers, strict=True):
             array[snapshot.layers][:, snapshot.rows] = kept
 
     def copy(self, source_row: int, target_row: int) -> None:
         """Copy all that is known about a block's pages to another row (a block was copied)."""
+        self.settle()
         self._position[target_row] = self._position[source_row]
         for array in (self._born, *self._pages.values()):
             array[:, target_row] = array[:, source_row]
@@ -230,6 +296,7 @@ class AttentionScorer:
         belong to several sequences, and all ticks came from one clock. Leave it False where one sequence's pages
         are compared for a choice that other sequences must not sway.
         """
+        self.settle()
         # Whole divisions by a scalar are several times faster in int32, and than divmod.
         page = flat.astype(np.int32) if self.rows * self.layers * self.kv_heads < 2**31 else flat
         of_layer = page // self.kv_heads

@@ -116,6 +116,9 @@ def write(state: State, step: Step, sequence: Sequence, layer: int, keys: FloatA
 def _store(state: State, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
     """Keys and values [H, blocks * tokens, D] into frames [blocks, H]."""
     blocks, heads = frames.shape
+    if blocks == 1:
+        state.residency.storage.write(frames[0], offset, keys, values)
+        return
 
     def by_page(new: FloatArray) -> FloatArray:
         return (
