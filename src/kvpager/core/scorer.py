@@ -124,7 +124,7 @@ def _runs(estimates: dict[int, tuple[Rows, FloatArray]]) -> Iterator[tuple[int, 
         rows, ratio = estimates[first]
         while layers and layers[0] == last + 1 and isinstance(rows, slice):
             other, other_ratio = estimates[layers[0]]
-            if other != rows or other_ratio.shape != ratio.shape:
+            if not isinstance(other, slice) or other != rows or other_ratio.shape != ratio.shape:
                 break
             last = layers.pop(0)
         yield first, last + 1, rows
