@@ -155,6 +155,7 @@ def commit(state: State, step: Step) -> None:
     for row, layer in step.held:
         if state.table.sealed[row, layer]:
             frames = state.table.frame[row, layer].astype(np.int64)
+            frames = frames[frames != ABSENT]  # in discard mode a page may have been dropped since it filled
             state.pool.evictable[frames] = True
             state.residency.storage.finish(frames)
     for saved in step.saved:
