@@ -95,7 +95,7 @@ KV_INLINE I dot(I sum, U keys, const int32_t* weights) {
 
 // A key's step as a whole number: code 0, 1, 2, 3 of a channel with step s stand for 0, a, s - a, s, where a is s / 3 to
 // nearest. Tables hold what is needed to look four channels' codes up at once.
-#if defined(__AVX2__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
 struct Tables {
   alignas(64) uint32_t words[256];  // the four values of each channel as bytes
 
@@ -115,21 +115,10 @@ struct Tables {
   KV_INLINE U look_up(U codes, int group) const {
     const U index = (codes & 0x03030303u) | 0x0C080400u;
     const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(words + 4 * group));
-#if defined(__AVX512BW__)
     if constexpr (sizeof(U) == 64)  // masked by nothing: GCC 12 warns of the other form's undefined lanes
       return (U)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xFFFF, table), (__m512i)index);
-#endif
-    const __m256i wide = _mm256_broadcastsi128_si256(table);
-    if constexpr (sizeof(U) == 32) {
-      return (U)_mm256_shuffle_epi8(wide, (__m256i)index);
-    } else {
-      __m256i parts[2];
-      std::memcpy(parts, &index, sizeof parts);
-      for (__m256i& part : parts) part = _mm256_shuffle_epi8(wide, part);
-      U found;
-      std::memcpy(&found, parts, sizeof parts);
-      return found;
-    }
+    else
+      return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)index);
   }
 };
 #else
