@@ -129,9 +129,10 @@ void look(const DigestChoice& c, const Plan& plan, const Chunk& chunk, int head,
           const uint8_t* decoded) {
   constexpr int B = P < 16 ? P : 16;
   constexpr int kChains = Rows <= 4 ? 2 : 1;  // sums in flight: few queries alone would wait for each sum
-  typedef typename Lanes<B>::i32 I;
-  typedef typename Lanes<B>::u32 U;
-  typedef typename Lanes<B>::f32 F;
+  constexpr int W = B < kLanes ? B : kLanes;
+  typedef typename Lanes<W>::i32 I;
+  typedef typename Lanes<W>::u32 U;
+  typedef typename Lanes<W>::f32 F;
   const int dim = c.shape.head_dim, groups = dim / 4;
   const int32_t *small[Rows], *fine[Rows];
   alignas(64) float factor[Rows][kPages], shift[Rows][kPages], scores[Rows][kPages * P];
@@ -162,7 +163,7 @@ void look(const DigestChoice& c, const Plan& plan, const Chunk& chunk, int head,
       fetch(c, chunk.next[p]);
       tables.fill(c.layer.steps + chunk.at[p] * dim, dim);
     }
-    for (int part = 0; part < P / B; ++part) {
+    for (int part = 0; part < P / W; ++part) {
       I dots[Rows][kChains];
       for (int r = 0; r < Rows; ++r)
         for (int chain = 0; chain < kChains; ++chain) dots[r][chain] = I{};
@@ -171,19 +172,20 @@ void look(const DigestChoice& c, const Plan& plan, const Chunk& chunk, int head,
           dots[r][turn % kChains] = dot(dots[r][turn % kChains], keys, small[r] + kWeights * group);
       };
       if constexpr (Decoded) {
-        const uint8_t* keys = decoded + (p * (P / B) + part) * dim * B;
+        const uint8_t* keys = decoded + (p * (P / W) + part) * dim * W;
         for (int g = 0; g < groups; g += 2) {
-          add(g, 0, load<U>(keys + g * 4 * B));
-          add(g + 1, 1, load<U>(keys + (g + 1) * 4 * B));
+          add(g, 0, load<U>(keys + g * 4 * W));
+          add(g + 1, 1, load<U>(keys + (g + 1) * 4 * W));
         }
       } else {
-        each_group<B>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part * (B * dim / 4), dim, tables, add);
+        each_group<B, W>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part / (B / W) * (B * dim / 4),
+                         part % (B / W), dim, tables, add);
       }
       for (int r = 0; r < Rows; ++r) {
         for (int chain = 1; chain < kChains; ++chain) dots[r][0] += dots[r][chain];
         const F x = __builtin_convertvector(dots[r][0], F) * factor[r][p] + shift[r][p];
         most[r] = x > most[r] ? x : most[r];
-        store(scores[r] + p * P + part * B, x);
+        store(scores[r] + p * P + part * W, x);
       }
     }
   }
@@ -201,19 +203,20 @@ void look(const DigestChoice& c, const Plan& plan, const Chunk& chunk, int head,
   }
 }
 
-// The keys of a chunk as whole numbers: [16][P/B][D/4][B][4].
+// The keys of a chunk as whole numbers: [16][P/W][D/4][W][4].
 template <int P>
 void decode(const DigestChoice& c, const Chunk& chunk, uint8_t* decoded) {
-  constexpr int B = P < 16 ? P : 16;
+  constexpr int B = P < 16 ? P : 16, W = B < kLanes ? B : kLanes;
   const int dim = c.shape.head_dim;
   for (int p = 0; p < kPages; ++p) {
     fetch(c, chunk.next[p]);
     Tables tables;
     tables.fill(c.layer.steps + chunk.at[p] * dim, dim);
-    for (int part = 0; part < P / B; ++part) {
-      uint8_t* to = decoded + (p * (P / B) + part) * dim * B;
-      each_group<B>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part * (B * dim / 4), dim, tables,
-                    [&](int group, int, auto keys) __attribute__((always_inline)) { store(to + group * 4 * B, keys); });
+    for (int part = 0; part < P / W; ++part) {
+      uint8_t* to = decoded + (p * (P / W) + part) * dim * W;
+      each_group<B, W>(c.layer.codes + chunk.at[p] * c.shape.code_bytes() + part / (B / W) * (B * dim / 4),
+                       part % (B / W), dim, tables,
+                       [&](int group, int, auto keys) __attribute__((always_inline)) { store(to + group * 4 * W, keys); });
     }
   }
 }

@@ -1,4 +1,4 @@
-// Integer dot products of 2-bit keys, for digest.cpp alone: a vector holds four channels (bytes) of B tokens (lanes).
+// Integer dot products of 2-bit keys, for digest.cpp alone: a vector holds four channels (bytes) of W tokens (lanes).
 #pragma once
 
 #include "vec.h"
@@ -15,7 +15,14 @@
 
 namespace kvpager::KV_ISA {
 
-template <int B>
+// Lanes that a vector of keys has: what a register holds. Wider vectors than that end up in memory (GCC 12).
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+template <int W>
 struct Lanes;
 
 template <>
@@ -95,7 +102,7 @@ KV_INLINE I dot(I sum, U keys, const int32_t* weights) {
 
 // A key's step as a whole number: code 0, 1, 2, 3 of a channel with step s stand for 0, a, s - a, s, where a is s / 3 to
 // nearest. Tables hold what is needed to look four channels' codes up at once.
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX2__)
 struct Tables {
   alignas(64) uint32_t words[256];  // the four values of each channel as bytes
 
@@ -115,9 +122,11 @@ struct Tables {
   KV_INLINE U look_up(U codes, int group) const {
     const U index = (codes & 0x03030303u) | 0x0C080400u;
     const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(words + 4 * group));
+#if defined(__AVX512BW__)
     if constexpr (sizeof(U) == 64)  // masked by nothing: GCC 12 warns of the other form's undefined lanes
       return (U)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xFFFF, table), (__m512i)index);
     else
+#endif
       return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)index);
   }
 };
@@ -143,22 +152,28 @@ struct Tables {
 };
 #endif
 
-// Calls use(group, turn, keys) for each four channels of B tokens, in order; `turn` is group % 4, as a constant.
-template <int B, class F>
-KV_INLINE void each_group(const uint8_t* codes, int head_dim, const Tables& tables, F&& use) {
-  typedef typename Lanes<B>::u32 U;
-  typedef typename Lanes<B>::u32_half Half;
+// Calls use(group, turn, keys) for each four channels of W of a block's B tokens (the first W, or by `side` those after
+// them), in order; `turn` is group % 4, as a constant.
+template <int B, int W, class F>
+KV_INLINE void each_group(const uint8_t* codes, int side, int head_dim, const Tables& tables, F&& use) {
+  typedef typename Lanes<W>::u32 U;
+  typedef typename Lanes<W>::u32_half Half;
   int group = 0;
   for (; 4 * group + 16 <= head_dim; group += 4, codes += 4 * B) {
-    const U packed = load<U>(codes);
+    const U packed = load<U>(codes + 4 * W * side);
     use(group, 0, tables.look_up(packed, group));
     use(group + 1, 1, tables.look_up(packed >> 2, group + 1));
     use(group + 2, 2, tables.look_up(packed >> 4, group + 2));
     use(group + 3, 3, tables.look_up(packed >> 6, group + 3));
   }
   if (4 * group < head_dim) {
-    const Half half = load<Half>(codes);
-    const U packed = join(half, half >> 4);
+    U packed;
+    if constexpr (W == B) {
+      const Half half = load<Half>(codes);
+      packed = join(half, half >> 4);
+    } else {
+      packed = load<U>(codes) >> (4 * side);
+    }
     use(group, 0, tables.look_up(packed, group));
     use(group + 1, 1, tables.look_up(packed >> 2, group + 1));
   }
