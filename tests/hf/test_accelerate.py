@@ -371,3 +371,13 @@ def test_the_attention_keeps_its_class_and_transformers_its_function() -> None:
     angles = model.model.rotary_emb(x, torch.arange(2)[None])
     with pytest.warns(FutureWarning, match="past_key_values"):  # the forward's own wrapper still works
         attention(x, position_embeddings=angles, past_key_values=None)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_leaves_its_graph_for_packed_modules() -> None:
+    model = llama()
+    accelerate(model)
+    ids = tiny.tokens(9)
+    expected = logits(model, ids)
+    compiled: Any = torch.compile(model, backend="eager")
+    assert torch.equal(logits(compiled, ids), expected)

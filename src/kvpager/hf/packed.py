@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import _global_forward_hooks as _HOOKS
 from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS
 
 from kvpager._native import rms_norm
 from kvpager.errors import InputError
+from kvpager.hf.eager import eager
 from kvpager.kernels.linear import PackedMatrix
 
 __all__ = ["PackedEmbedding", "PackedGated", "PackedLinear", "PackedNorm", "PackedProjection", "Place", "Projections"]
@@ -62,10 +64,16 @@ class _Quick(nn.Module):
     """A module of one input whose call costs less: straight to forward where nothing is hooked in."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if is_compiling():
+            return self._uncompiled(x)
         if self._forward_hooks or self._forward_pre_hooks or _HOOKS or _PRE_HOOKS or torch._C._get_tracing_state():
             return self._slow(x)
         result: torch.Tensor = self.forward(x)
         return result
+
+    @eager
+    def _uncompiled(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
 
     def _slow(self, x: torch.Tensor) -> torch.Tensor:
         if torch._C._get_tracing_state():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvpager import _native
@@ -17,9 +18,13 @@ def rotate(
 
     q and k [batch, heads, tokens, width], cos and sin [batch or 1, tokens, width]. The compiled kernel serves
     bfloat16 on the CPU as attentions make it (a transposed [batch, tokens, heads, width]) without gradients;
-    transformers' own function all else.
+    transformers' own function all else, and what torch.compile traces.
     """
-    if unsqueeze_dim != 1 or not (_fits(q, cos) and _fits(k, cos) and _angles(cos, q) and _angles(sin, q)):
+    if (
+        is_compiling()
+        or unsqueeze_dim != 1
+        or not (_fits(q, cos) and _fits(k, cos) and _angles(cos, q) and _angles(sin, q))
+    ):
         return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
     batch, _, tokens, width = q.shape
     to_q, to_k = torch.empty_like(q), torch.empty_like(k)
