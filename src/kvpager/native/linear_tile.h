@@ -18,7 +18,7 @@ constexpr int kPanel = 3;
 constexpr int kPanel = 2;
 #endif
 
-constexpr int64_t kAhead = 8192;  // bytes of weights asked for ahead of their use: 2048 was 15 % slower with one row
+constexpr int64_t kAhead = 8192;  // bytes of weights asked for ahead of their use: 2048 was measured slower for one row
 
 typedef int8_t i8x32 __attribute__((vector_size(32)));
 typedef int16_t i16x32 __attribute__((vector_size(64)));
