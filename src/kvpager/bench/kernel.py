@@ -239,6 +239,7 @@ def _case(stream: Stream, contenders: Sequence[Contender], case: Case, rounds: i
     """Time all contenders at one case in turns, the stream between them."""
     if not contenders:
         return []
+    contenders = sorted(contenders, key=lambda one: KERNELS.index(one.name))  # with and without mass side by side
     runners = [Runner(one.places(case, MOST_PLACES)) for one in contenders]
     before = len(stream.rates)
     play(runners, rounds, stream.read)

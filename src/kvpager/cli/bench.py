@@ -31,7 +31,7 @@ layers of a model are. All kernels of a case and the stream run in every round; 
 GB/s counts the bytes of keys and values, each once. Pages lie in random frames.
 """
 SHAPES = "9/3x64,32/8x128,32/32x128"
-TOKENS, BATCHES, REPEATS = [512, 2048, 8192, 32768], [1, 8], 7
+TOKENS, BATCHES, REPEATS = [512, 2048, 8192, 32768], [1, 8], 15
 QUICK_SHAPES, QUICK_TOKENS, QUICK_BATCHES, QUICK_REPEATS = "9/3x64", [512, 8192], [1], 5
 
 
