@@ -47,6 +47,12 @@ def test_groups_hold_every_page_once_and_the_own_ones_first(tokens: int, tile: i
         assert (group.counts == np.minimum(tokens - group.starts, 16)).all()
 
 
+def test_groups_can_be_of_another_size() -> None:
+    case = Case(HEADS, 9000)
+    frames = np.arange(case.pages).reshape(2, case.blocks)
+    assert [len(group.frames) for group in groups(case, frames, 1000)] == [2, 1000, case.pages - 1002]
+
+
 def test_places_share_no_frame_and_are_visited_in_turn() -> None:
     kernel = Watching()
     case = Case(HEADS, 100, batch=2)

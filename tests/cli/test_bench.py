@@ -75,7 +75,8 @@ def test_the_machine_and_the_stream_are_told(capsys: pytest.CaptureFixture[str])
 def test_the_native_kernel_is_checked_and_measured_with_and_without_page_mass(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = measured(capsys, *KERNEL, "--kernels", "native,native-massless", "--tile", "1,16")
+    result = measured(capsys, *KERNEL, "--kernels", "native,native-massless", "--tile", "1,16", "--group-pages", "3")
+    assert result["group_pages"] == 3
     assert [row["kernel"] for row in result["rows"]] == ["native", "native-massless"] * 4
     assert set(result["differences"]) == {"native bfloat16 4/2x16", "native-massless bfloat16 4/2x16"}
     assert all(difference < 1e-2 for difference in result["differences"].values())

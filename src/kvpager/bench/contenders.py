@@ -21,7 +21,18 @@ from kvpager.errors import ConfigError, KVPagerError
 from kvpager.kernels.reference import ReferenceKernel, merge
 from kvpager.ports import FloatArray, IntArray, Kernel, PageList, Partial, TileQuery
 
-__all__ = ["KERNELS", "Contender", "Paged", "Place", "Sdpa", "SdpaMemory", "attend", "groups", "open_kernel"]
+__all__ = [
+    "GROUP_PAGES",
+    "KERNELS",
+    "Contender",
+    "Paged",
+    "Place",
+    "Sdpa",
+    "SdpaMemory",
+    "attend",
+    "groups",
+    "open_kernel",
+]
 
 KERNELS = ("native", "native-massless", "reference", "sdpa-fp32", "sdpa-bf16")
 Place = Callable[[], object]
@@ -71,10 +82,10 @@ def open_kernel(name: str) -> Kernel:
     return kernel
 
 
-def groups(case: Case, frames: IntArray) -> list[PageList]:
+def groups(case: Case, frames: IntArray, most: int = GROUP_PAGES) -> list[PageList]:
     """The pages of one sequence as a pager gives them to a kernel: the tile's own first, then by head and position.
 
-    frames  int64 [H, blocks]
+    frames  int64 [H, blocks]; `most` pages a group
     """
     heads, blocks = (index.ravel() for index in np.indices(frames.shape))
     starts = blocks * PAGE_SIZE
@@ -82,8 +93,8 @@ def groups(case: Case, frames: IntArray) -> list[PageList]:
     own = blocks >= (case.tokens - case.tile) // PAGE_SIZE
     found = []
     for part in (np.flatnonzero(own), np.flatnonzero(~own)):
-        for low in range(0, len(part), GROUP_PAGES):
-            at = part[low : low + GROUP_PAGES]
+        for low in range(0, len(part), most):
+            at = part[low : low + most]
             found.append(PageList(frames.ravel()[at], heads[at], starts[at], counts[at], len(frames)))
     return found
 
@@ -95,12 +106,14 @@ def attend(kernel: Kernel, storage: Any, tile: TileQuery, pages: list[PageList],
 
 
 class Paged(Contender):
-    """A kernel over pages that lie in random frames."""
+    """A kernel over pages that lie in random frames, `group_pages` of them a call at most."""
 
-    def __init__(self, kernel: Kernel, name: str, heads: Heads, dtype: DType, seed: int = 0) -> None:
+    def __init__(
+        self, kernel: Kernel, name: str, heads: Heads, dtype: DType, group_pages: int = GROUP_PAGES, seed: int = 0
+    ) -> None:
         super().__init__(heads)
         self.name, self.dtype = name, dtype
-        self._kernel = kernel
+        self._kernel, self._group_pages = kernel, group_pages
         self._rng = np.random.default_rng(seed)
         self.page_bytes = kernel.storage(1, heads.shape(dtype), PAGE_SIZE).page_bytes
         self._storage: Any = None
@@ -137,7 +150,7 @@ class Paged(Contender):
         shape = (case.heads.query_heads, case.tile, case.heads.head_dim)
         rows = []
         for row in frames:
-            pages = groups(case, row)
+            pages = groups(case, row, self._group_pages)
             tile = TileQuery(self._rng.standard_normal(shape, np.float32), start, shape[2] ** -0.5, None, None)
             rows.append((tile, pages, np.concatenate([group.heads for group in pages])))
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from kvpager.bench.cases import Case, Heads
-from kvpager.bench.contenders import KERNELS, MOST_PLACES, Contender, Paged, Sdpa, SdpaMemory, open_kernel
+from kvpager.bench.contenders import GROUP_PAGES, KERNELS, MOST_PLACES, Contender, Paged, Sdpa, SdpaMemory, open_kernel
 from kvpager.bench.machine import l3_bytes
 from kvpager.bench.rounds import Runner, play
 from kvpager.bench.selecting import Selected, measure_selection
@@ -33,6 +33,7 @@ class Plan:
     kernels    names among KERNELS; `dtypes` are how the paged ones hold pages
     threads    for all of them, and for the reading of memory; `repeats` is the number of rounds
     memory     bytes that all contenders together may take; None for a share of what is free
+    group_pages  pages that one call of a paged kernel attends to
     selection  measure also how long selection takes
     """
 
@@ -45,6 +46,7 @@ class Plan:
     threads: int
     repeats: int
     memory: int | None = None
+    group_pages: int = GROUP_PAGES
     selection: bool = True
 
     def cases(self, heads: Heads) -> list[Case]:
@@ -202,7 +204,7 @@ def _contenders(plan: Plan, heads: Heads) -> list[Contender]:
         if name.startswith("sdpa"):
             found.append(Sdpa(memory, heads, "float32" if name == "sdpa-fp32" else "bfloat16"))
         else:
-            found += [Paged(open_kernel(name), name, heads, dtype) for dtype in plan.dtypes]
+            found += [Paged(open_kernel(name), name, heads, dtype, plan.group_pages) for dtype in plan.dtypes]
     return found
 
 

@@ -104,6 +104,13 @@ def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="N",
         help=f"rounds (default: {REPEATS}; with --quick {QUICK_REPEATS}); what is slow takes part in fewer",
     )
+    kernel.add_argument(
+        "--group-pages",
+        type=whole(1, 65536),
+        default=256,
+        metavar="N",
+        help="pages of one call at most; a pager's default is 256 (default: %(default)s)",
+    )
     kernel.add_argument("--isa", metavar="NAME", help="the native kernel's instruction set (default: the best here)")
     kernel.add_argument(
         "--memory",
@@ -147,7 +154,14 @@ def run_kernel(args: argparse.Namespace) -> int:
         say(f"drawn: {target}")
     if args.json:
         isas = [] if native is None else native.isas()
-        where = {"isa": used, "isas": isas, "threads": plan.threads, "machine": described, "others_share": busy}
+        where = {
+            "isa": used,
+            "isas": isas,
+            "threads": plan.threads,
+            "group_pages": plan.group_pages,
+            "machine": described,
+            "others_share": busy,
+        }
         emit_json({**result.figures(), **where, "versions": machine.versions()})
     else:
         emit(kernel_table(result, plan, f"{described['processor']}, {used or 'no extension'}"))
@@ -172,6 +186,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         threads=args.threads or default_threads(),
         repeats=args.repeats or (QUICK_REPEATS if args.quick else REPEATS),
         memory=None if args.memory is None else parse_size(args.memory, "memory"),
+        group_pages=args.group_pages,
         selection=args.select,
     )
     if not kernel.steps(plan):
