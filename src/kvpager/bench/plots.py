@@ -89,6 +89,7 @@ def _dress(axes: Any, heads: Heads) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: "")
+    axes.tick_params(labelsize=8)
     axes.set_title(f"{heads.query_heads} query / {heads.kv_heads} KV heads of {heads.head_dim}", fontsize=9, color=INK)
     axes.set_xlabel("tokens")
     axes.grid(color=GRID, lw=0.6)
