@@ -68,10 +68,9 @@ def run(args: argparse.Namespace) -> int:
     options = pager_options(args)
     options.settings()  # refused before a model is loaded
     described, others = machine.describe(), machine.Others()
-    loaded = build.load_model(args.model, dtype=args.dtype, threads=args.threads, progress=say)
+    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
     threads = args.threads or default_threads()
-    with machine.threads(threads):
-        result, kernel = _measure(args, loaded, options, threads)
+    result, kernel = _measure(args, loaded, options, threads)
     native, busy = machine.native_module(), others.share
     if args.json:
         emit_json(
@@ -81,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 "dtype": loaded.dtype,
                 "prompt_tokens": args.prompt_tokens,
                 "kernel": kernel,
+                "weights": args.weights,
                 "settings": asdict(options),
                 "isa": None if native is None else native.isa(),
                 "threads": threads,
