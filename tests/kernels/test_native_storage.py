@@ -8,9 +8,10 @@ import pytest
 from kvpager import _native
 from kvpager.config import KVShape
 from kvpager.kernels.coded import CodedStorage
+from kvpager.kernels.native import NativeKernel
 from kvpager.kernels.native_storage import NativeStorage
 from kvpager.kernels.reference import ReferenceStorage
-from kvpager.ports import FrameStorage
+from kvpager.ports import FrameStorage, PageList, TileQuery
 
 PLAIN = ["float32", "bfloat16", "float16"]
 
@@ -205,3 +206,25 @@ def test_int8_memory_beside_the_frames_is_reused():
         storage.finish(frames)
         sizes.add(storage.nbytes)
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("isa", _native.isas())
+@pytest.mark.parametrize("dtype", [*PLAIN, "int8"])
+def test_nothing_is_read_or_written_beyond_the_frames(dtype, isa):
+    """The region's ends meet guard pages: touching these would end the process."""
+    _native.set_isa(isa)
+    for size in (8, 16, 32):
+        for dim in (8, 16, 24, 72, 256):
+            for frames in (1, 3):
+                storage = NativeStorage(frames, KVShape(1, 1, 5, dim, dtype=dtype), size)
+                everywhere = np.arange(frames)
+                ones = np.ones((frames, size, dim), np.float32)
+                storage.write(everywhere, 0, ones, ones)
+                storage.load(everywhere, storage.dump(everywhere))
+                keys, values = storage.read(everywhere)
+                assert np.allclose(keys, 1, rtol=1e-2)
+                assert np.allclose(values, 1, rtol=1e-2)
+                for tokens in (1, 20):
+                    pages = PageList(everywhere, 0 * everywhere, everywhere * size, 0 * everywhere + size, 1)
+                    tile = TileQuery(np.ones((5, tokens, dim), np.float32), frames * size, 0.01, None, None)
+                    assert np.allclose(NativeKernel().attend(storage, tile, pages).output, 1, rtol=1e-2)

@@ -151,7 +151,7 @@ class Attention {
     const SpanResult result =
         u.part >= 0 ? part(u.part) : SpanResult{own, own + kRows * kMostDim, own + kRows * (kMostDim + 1)};
     const int64_t row = u.head * rows_ + u.row0;
-    Span<E, kExpand> span(a_, queries_ + row * stride_, u.row0, u.rows, result);
+    Span<E, kExpand> span(a_, queries_ + row * stride_, a_.queries + row * dim_, u.row0, u.rows, result);
     span.run(u.first, u.last);
     if (u.part >= 0) return;
     for (int r = 0; r < u.rows; ++r)

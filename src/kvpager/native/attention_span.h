@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "attention_blocks.h"
+#include "attention_coded.h"
 #include "attention_expand.h"
 
 namespace kvpager::KV_ISA {
@@ -15,6 +16,7 @@ constexpr int kMostPages = kChunk / 8;
 constexpr int kMostDim = 256;
 constexpr int kSpare = 64 * 1024;  // bytes: at least two pages' values of any type
 constexpr int kAhead = 4;          // pages
+constexpr int kFewRows = 16;       // for which int8 pages are not worth expanding
 
 // What a span leaves: sums of rows not yet divided by `total`, relative to `top`.
 struct SpanResult {
@@ -23,15 +25,16 @@ struct SpanResult {
   float* total;  // [rows]
 };
 
-// kExpand: pages are int8 and E is BFloat16.
+// kExpand: pages are int8 and E is BFloat16. They are multiplied as they are where rows are few, else made bfloat16 first.
 template <class E, bool kExpand>
 class Span {
  public:
   using M = typename E::M;
 
-  // q: packed queries of these rows; row0: the first row's number among the head's G * T
-  Span(const AttendArgs& args, const M* q, int64_t row0, int rows, const SpanResult& result)
-      : a_(args), l_(args.view.layout), q_(q), row0_(row0), rows_(rows), result_(result),
+  // q: packed queries of these rows, plain: as they came; row0: the first row's number among the head's G * T
+  Span(const AttendArgs& args, const M* q, const float* plain, int64_t row0, int rows, const SpanResult& result)
+      : a_(args), l_(args.view.layout), q_(q), plain_(plain), row0_(row0), rows_(rows),
+        direct_(kExpand && kHasCoded && rows <= kFewRows && l_.page_size >= 16 && l_.head_dim % 16 == 0), result_(result),
         stride_(static_cast<int64_t>(l_.head_dim) / E::kPair * E::kMult), width_((l_.head_dim + 15) / 16 * 16),
         value_bytes_(static_cast<int64_t>(l_.page_size) * l_.head_dim * E::kItem) {
     for (int r = 0; r < rows; ++r) {
@@ -53,6 +56,9 @@ class Span {
 
  private:
   const uint8_t* frame(int64_t page) const { return a_.view.frames + a_.frames[page] * l_.page_bytes; }
+
+  // Whether an int8 page is multiplied as it is.
+  bool direct(int64_t page) const { return direct_ && !slot(page); }
 
   // The staging slot of a page that is not full, or null.
   const float* slot(int64_t page) const {
@@ -102,6 +108,13 @@ class Span {
     return frame(target) + (of_values ? l_.values : 0);
   }
 
+  // The scales of a page are wanted with its keys, and once more with its values, a chunk later at most.
+  void fetch_scales(int64_t page, int64_t last) const {
+    if (!kExpand || page >= last) return;
+    const uint8_t* at = frame(page);
+    for (size_t i = l_.key_scales; i < l_.page_bytes; i += 64) prefetch(at + i);
+  }
+
   void scores(int64_t page, int count, int64_t last) {
     const int steps = l_.head_dim / E::kPair;
     const int64_t block_bytes = static_cast<int64_t>(steps) * l_.block * E::kPair * E::kItem;
@@ -118,6 +131,12 @@ class Span {
     }
     for (int i = 0; i < count; ++i) {
       const uint8_t* next = ahead(page, count, i, false, last, frame(page + i));
+      fetch_scales(page + i + 2 * kAhead, last);
+      if (direct(page + i)) {
+        coded_score(l_, frame(page + i), plain_, rows_, a_.scale, next, scores_ + i * l_.page_size, kChunk);
+        for (int at = 0; at < l_.page_size; at += 16) finish(page + i, i * l_.page_size + at, -2, at);
+        continue;
+      }
       const uint8_t* k = keys(page + i, next, spare_);
       for (int block = 0; block < l_.page_size / 16; ++block) {
         const int at = i * l_.page_size + 16 * block;
@@ -163,10 +182,9 @@ class Span {
     const float top = before > here ? before : here;
     const float safe = top == -kInf ? 0 : top;
     f32x16 weights[kVectors] = {};
-    f32x16 total = {};
     for (int i = 0; i < vectors; ++i) {
       weights[i] = exp(load<f32x16>(s + 16 * i) - safe);
-      total += weights[i];
+      if constexpr (kExpand) store(s + 16 * i, weights[i]);
       E::pack(weights_ + r * kWeights + i * (16 / E::kPair * E::kMult), weights[i]);
     }
     result_.top[r] = top;
@@ -176,20 +194,29 @@ class Span {
       float* out = result_.out + r * width_;
       for (int c = 0; c < width_; c += 16) store(out + c, load<f32x16>(out + c) * factor);
     }
-    result_.total[r] += sum_of(total);
-    if (a_.page_lse) masses(r, page, count, weights, safe);
+    result_.total[r] += a_.page_lse ? masses(r, page, count, weights, safe) : plain_sum(weights, vectors);
   }
 
-  void masses(int r, int64_t page, int count, const f32x16* weights, float safe) {
+  static float plain_sum(const f32x16* weights, int vectors) {
+    f32x16 total = weights[0];
+    for (int i = 1; i < vectors; ++i) total += weights[i];
+    return sum_of(total);
+  }
+
+  // Writes the pages' log-sum-exp; returns the sum of all weights.
+  float masses(int r, int64_t page, int count, const f32x16* weights, float safe) {
     alignas(64) float found[kMostPages];
+    float total = 0;
     if (l_.page_size == 8) {  // lane i of a half: page 2 i, lane 8 + i: page 2 i + 1
       for (int half = 0; half < 2; ++half) {
         const f32x16 x = half_sums(weights + 8 * half);
+        total += sum_of(x);
         store(found + 16 * half, __builtin_shufflevector(x, x, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
       }
       store(found + 16, log(load<f32x16>(found + 16)) + safe);
     } else {
       f32x16 x = sums(weights);
+      total = sum_of(x);
       if (l_.page_size == 32) {
         x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
         x = __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
@@ -200,6 +227,7 @@ class Span {
     const int64_t rows = a_.group * a_.tokens;
     float* to = a_.page_lse + page * rows + row0_ + r;
     for (int i = 0; i < count; ++i) to[i * rows] = found[i];
+    return total;
   }
 
   // A page's values with zeros for tokens that no query sees: zero weight times a stray NaN would be NaN.
@@ -232,22 +260,29 @@ class Span {
     const int page_weights = l_.page_size / E::kPair * E::kMult;
     int begin = 0;
     uint8_t* spare = spare_;
+    const auto flush = [&](int next_begin) {
+      if (run.pages) mix<E>(run, l_.head_dim, weights_ + begin * page_weights, kWeights, rows_, result_.out, width_);
+      begin = next_begin;
+      run.pages = 0;
+      spare = spare_;
+    };
     for (int i = 0; i < count; ++i) {
       const uint8_t* v = frame(page + i) + l_.values;
       const uint8_t* soon = ahead(page, count, i, true, last, v);
+      if (direct(page + i)) {
+        flush(i + 1);
+        coded_mix(l_, frame(page + i), scores_ + i * l_.page_size, kChunk, rows_, soon, result_.out, width_);
+        continue;
+      }
       if (kExpand || !whole(page + i)) {
         v = values(page + i, soon, spare);
         spare += value_bytes_;
       }
       found[run.pages] = v;
       next[run.pages++] = kExpand ? v : soon;
-      if (i + 1 == count || spare + value_bytes_ > spare_ + kSpare) {
-        mix<E>(run, l_.head_dim, weights_ + begin * page_weights, kWeights, rows_, result_.out, width_);
-        begin = i + 1;
-        run.pages = 0;
-        spare = spare_;
-      }
+      if (spare + value_bytes_ > spare_ + kSpare) flush(i + 1);
     }
+    flush(count);
   }
 
   static constexpr int kWeights = kChunk / E::kPair * E::kMult;
@@ -255,8 +290,10 @@ class Span {
   const AttendArgs& a_;
   const Layout& l_;
   const M* q_;
+  const float* plain_;
   const int64_t row0_;
   const int rows_;
+  const bool direct_;
   const SpanResult result_;
   const int64_t stride_, width_, value_bytes_;
   alignas(64) float scores_[kRows * kChunk];

@@ -108,39 +108,49 @@ uint16_t scale_above(float x) {
   return static_cast<uint16_t>((bits + 0xFFFFu) >> 16);
 }
 
-int8_t code_of(float x, float scale) {
-  if (scale == 0 || x != x) return 0;
+float magnitude(float x) { return x < 0 ? -x : x; }
+
+// What a number is divided by: its scale, or anything where all numbers are zeros
+float step_of(uint16_t scale) { return scale ? bf16_to_float(scale) : 1.0f; }
+
+int8_t code_of(float x, float step) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
-  return static_cast<int8_t>((x / scale + magic) - magic);
+  const float code = (x / step + magic) - magic;
+  return static_cast<int8_t>(x == x ? static_cast<int32_t>(code) : 0);
 }
 
-// Keys and values [P][D] as codes and scales, in the frame
+// Keys and values [P][D] as codes and scales, in the frame. Loops over channels, which the compiler makes vectors of.
 void quantise(const Layout& l, const float* keys, const float* values, uint8_t* page) {
   const Places places(l, 2);
-  for (int64_t c = 0; c < l.head_dim; ++c) {
-    float most = 0;
-    for (int64_t t = 0; t < l.page_size; ++t) {
-      const float x = keys[t * l.head_dim + c], size = x < 0 ? -x : x;
-      most = size > most ? size : most;
+  const int64_t dim = l.head_dim;
+  float most[256] = {}, steps[256];
+  int8_t codes[256];
+  for (int64_t t = 0; t < l.page_size; ++t)
+    for (int64_t c = 0; c < dim; ++c) {
+      const float size = magnitude(keys[t * dim + c]);
+      most[c] = size > most[c] ? size : most[c];
     }
-    const uint16_t bits = scale_above(most);
-    store(page + l.key_scales + 2 * c, bits);
-    const float scale = bf16_to_float(bits);
-    for (int64_t t = 0; t < l.page_size; ++t)
-      page[places.key(t, c)] = static_cast<uint8_t>(code_of(keys[t * l.head_dim + c], scale));
+  for (int64_t c = 0; c < dim; ++c) {
+    const uint16_t scale = scale_above(most[c]);
+    store(page + l.key_scales + 2 * c, scale);
+    steps[c] = step_of(scale);
   }
-  uint8_t* codes = page + l.values;
   for (int64_t t = 0; t < l.page_size; ++t) {
-    const float* row = values + t * l.head_dim;
-    float most = 0;
-    for (int64_t c = 0; c < l.head_dim; ++c) {
-      const float size = row[c] < 0 ? -row[c] : row[c];
-      most = size > most ? size : most;
-    }
-    const uint16_t bits = scale_above(most);
-    store(page + l.value_scales + 2 * t, bits);
-    const float scale = bf16_to_float(bits);
-    for (int64_t c = 0; c < l.head_dim; ++c) codes[places.value(t, c)] = static_cast<uint8_t>(code_of(row[c], scale));
+    for (int64_t c = 0; c < dim; ++c) codes[c] = code_of(keys[t * dim + c], steps[c]);
+    uint8_t* to = page + places.key(t, 0);
+    for (int64_t c = 0; c < dim; c += 2, to += 2 * l.block) std::memcpy(to, codes + c, 2);
+  }
+  for (int64_t t = 0; t < l.page_size; ++t) {
+    const float* row = values + t * dim;
+    for (int64_t c = 0; c < dim; ++c) steps[c] = magnitude(row[c]);
+    float top = 0;
+    for (int64_t c = 0; c < dim; ++c) top = steps[c] > top ? steps[c] : top;
+    const uint16_t scale = scale_above(top);
+    store(page + l.value_scales + 2 * t, scale);
+    const float step = step_of(scale);
+    for (int64_t c = 0; c < dim; ++c) codes[c] = code_of(row[c], step);
+    uint8_t* to = page + l.values + places.value(t, 0);
+    for (int64_t c = 0; c < dim; ++c) to[2 * c] = static_cast<uint8_t>(codes[c]);
   }
 }
 
