@@ -140,6 +140,9 @@ class State:
         growing = self.table.rows * (8 + 64 + 8 * config.page_size + 8)
         if config.mode == "recall":
             growing += SLOT_BOOKS * (self.table.frame.size * 9 // 8 + SLAB_BYTES // self.page_bytes)
+        if self.shape.dtype == "int8":
+            # one sequence's open pages, held in float32 beside the frames
+            growing += self.shape.layers * self.shape.kv_heads * 8 * config.page_size * self.shape.head_dim
         memory = parse_size(config.memory, "memory")
         left = self._check_room(memory, fixed + growing)
         return left // (self.page_bytes + FRAME_BOOKS)
