@@ -101,6 +101,13 @@ def test_a_slow_runner_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(between) == 6
 
 
+def test_a_runner_whose_data_would_stay_in_a_cache_runs_once_a_turn() -> None:
+    calls: list[int] = []
+    quick = Runner([lambda: calls.append(1)], most_runs=1)
+    play([quick], 3, lambda: None)
+    assert len(calls) == 2 + 3
+
+
 def test_a_tile_longer_than_the_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match="tile: 64 queries are more than 40 tokens"):
         Case(HEADS, 40, tile=64)

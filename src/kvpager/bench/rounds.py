@@ -17,9 +17,13 @@ PAUSE = 0.001  # until the threads of the one before sleep
 
 @dataclass
 class Runner:
-    """One who is timed: `places` are run in turn. `seconds` holds the mean time of one run, for each round."""
+    """One who is timed: `places` are run in turn. `seconds` holds the mean time of one run, for each round.
+
+    most_runs  runs that are timed together at most; 1 where a second run would find in the caches what the first read
+    """
 
     places: Sequence[Callable[[], object]]
+    most_runs: int = MOST_RUNS
     seconds: list[float] = field(default_factory=list)
     _next: int = 0
     _runs: int = 1
@@ -29,7 +33,7 @@ class Runner:
         """Run once untimed and once timed, to know how many runs make a block and how many rounds are affordable."""
         self._block(1)
         spent = self._block(1)
-        self._runs = max(1, min(MOST_RUNS, round(BLOCK_SECONDS / max(spent, 1e-9))))
+        self._runs = max(1, min(self.most_runs, round(BLOCK_SECONDS / max(spent, 1e-9))))
         self._rounds = max(1, min(rounds, int(RUNNER_SECONDS / (spent * self._runs))))
 
     def turn(self) -> None:
