@@ -199,6 +199,10 @@ class PackedMatrix {
     const nb::gil_scoped_release release;
     kernels.product(matrix_, source, rows, outputs, static_cast<int>(parts),
                     scratch(kernels.product_scratch(matrix_, rows)));
+    if (rows <= kFewRows) {
+      const Range read[] = {range()};
+      read_in_order(read, 1);
+    }
   }
 
   void gated(const PackedMatrix& down, int activation, uint64_t x, int64_t elements, uint64_t to,
@@ -220,6 +224,10 @@ class PackedMatrix {
     const nb::gil_scoped_release release;
     kernels.gated(matrix_, down.matrix_, static_cast<Activation>(activation), source, rows, target,
                   down.outputs_[0], scratch(kernels.gated_scratch(matrix_, down.matrix_, rows)));
+    if (rows <= kFewRows) {
+      const Range read[] = {range(), down.range()};
+      read_in_order(read, 2);
+    }
   }
 
   const std::vector<int64_t>& outputs() const { return outputs_; }
@@ -230,6 +238,10 @@ class PackedMatrix {
   const char* weights() const { return matrix_.weights == Weights::int8 ? "int8" : "bfloat16"; }
 
  private:
+  static constexpr int64_t kFewRows = 8;  // of a decode step: the product waits for memory
+
+  Range range() const { return {memory_.data(), static_cast<int64_t>(memory_.size())}; }
+
   void check_place(int part, int half, int64_t first, int64_t rows) const {
     if (part < 0 || static_cast<size_t>(part) >= outputs_.size())
       refuse("part: " + std::to_string(part) + " is not in 0.." + std::to_string(outputs_.size() - 1));

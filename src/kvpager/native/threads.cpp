@@ -67,6 +67,17 @@ class Pool {
     }
   }
 
+  void fetch(const Range* ranges, int count) {
+    int64_t total = 0;
+    fetched_.store(kNothing, std::memory_order_relaxed);
+    for (int i = 0; i < kMostRanges; ++i) {
+      if (i < count) total += ranges[i].bytes / kChunk * kChunk;
+      starts_[i].store(i < count ? ranges[i].from : nullptr, std::memory_order_relaxed);
+      ends_[i].store(total, std::memory_order_relaxed);
+    }
+    fetched_.store(0, std::memory_order_release);
+  }
+
   // Leaves the threads alone: after a fork they exist in the parent only.
   void abandon() {
     for (auto& worker : workers_) worker.detach();
@@ -87,13 +98,32 @@ class Pool {
     inside = false;
   }
 
+  // Fetches one more piece of what is wanted soon; false where there is none. What it reads may be changing: then it
+  // fetches something else, and fetching never faults.
+  bool fetch_some() {
+    const int64_t total = ends_[kMostRanges - 1].load(std::memory_order_relaxed);
+    if (fetched_.load(std::memory_order_relaxed) >= total) return false;
+    const int64_t piece = fetched_.fetch_add(kChunk, std::memory_order_acq_rel);
+    int64_t before = 0;
+    for (int i = 0; i < kMostRanges; ++i) {
+      const int64_t end = ends_[i].load(std::memory_order_relaxed);
+      if (piece < end) {
+        const uint8_t* from = starts_[i].load(std::memory_order_relaxed) + (piece - before);
+        for (int64_t line = 0; line < kChunk; line += 64) __builtin_prefetch(from + line, 0, 2);
+        return true;
+      }
+      before = end;
+    }
+    return false;
+  }
+
   void serve(int thread) {
     uint64_t seen = 0;
     while (true) {
       auto until = std::chrono::steady_clock::now() + kSpin;
       int turns = 0;
       while (round_.load(std::memory_order_acquire) == seen && !stop_.load(std::memory_order_relaxed)) {
-        relax();
+        if (!fetch_some()) relax();
         if (++turns % 64 == 0 && std::chrono::steady_clock::now() > until) {
           std::unique_lock lock(mutex_);
           asleep_.fetch_add(1);
@@ -119,6 +149,11 @@ class Pool {
   alignas(64) std::atomic<int64_t> done_{0};
   Work work_ = nullptr;
   void* context_ = nullptr;
+  static constexpr int64_t kChunk = 1024;  // bytes fetched between two looks for work
+  static constexpr int64_t kNothing = int64_t{1} << 62;
+  alignas(64) std::atomic<int64_t> fetched_{kNothing};
+  alignas(64) std::atomic<const uint8_t*> starts_[kMostRanges]{};
+  std::atomic<int64_t> ends_[kMostRanges]{};  // of all ranges up to this one together
 };
 
 // Never destroyed: threads that are joined while Python shuts down can hang.
@@ -156,6 +191,13 @@ void run_parallel(int64_t items, Work work, void* context) {
     return;
   }
   for (int64_t item = 0; item < items; ++item) work(context, item, 0);
+}
+
+void fetch_when_idle(const Range* ranges, int count) {
+  Shared& state = shared();
+  if (inside || !state.use.try_lock()) return;
+  const std::lock_guard lock(state.use, std::adopt_lock);
+  if (state.pool) state.pool->fetch(ranges, count < kMostRanges ? count : kMostRanges);
 }
 
 int threads() { return shared().wanted.load(); }

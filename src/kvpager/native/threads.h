@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "ahead.h"
+
 namespace kvpager {
 
 using Work = void (*)(void* context, int64_t item, int thread);
@@ -18,6 +20,12 @@ inline void parallel(int64_t items, F&& f) {
   run_parallel(
       items, [](void* context, int64_t item, int thread) { (*static_cast<F*>(context))(item, thread); }, &f);
 }
+
+constexpr int kMostRanges = 8;
+
+// Lets the pool's threads fetch these ranges into the cache while they wait for work, up to kMostRanges, in order, in
+// the place of what they were to fetch before. Only a hint: memory that is gone by then does no harm.
+void fetch_when_idle(const Range* ranges, int count);
 
 // 0 until set_threads was called: one thread is used then.
 int threads();
