@@ -95,6 +95,14 @@ def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         choices=get_args(DType),
         help="how pages are held; may be given several times (default: bfloat16)",
     )
+    _add_conditions(kernel)
+    kernel.add_argument("--plot", metavar="FILE.png", help="draw the share of the memory's speed against tokens")
+    kernel.add_argument("--json", action="store_true", help="print one JSON object with all figures")
+    kernel.set_defaults(run=run_kernel)
+
+
+def _add_conditions(kernel: argparse.ArgumentParser) -> None:
+    """How the cases are measured: threads, rounds, memory."""
     kernel.add_argument(
         "--threads", type=whole(1, 256), metavar="N", help="threads for everybody (default: physical cores)"
     )
@@ -125,9 +133,6 @@ def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="measure also the choice of pages by digests, at 8,192 tokens in 30 layers (default: yes)",
     )
     kernel.add_argument("--quick", action="store_true", help="one shape, two lengths, few rounds: half a minute")
-    kernel.add_argument("--plot", metavar="FILE.png", help="draw the share of the memory's speed against tokens")
-    kernel.add_argument("--json", action="store_true", help="print one JSON object with all figures")
-    kernel.set_defaults(run=run_kernel)
 
 
 def _listed(numbers: Sequence[int]) -> str:
