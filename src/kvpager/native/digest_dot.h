@@ -188,7 +188,8 @@ KV_INLINE f32x16 exp2_fast(f32x16 x) {
   p = fma(p, r, splat(0.24260992f));
   p = fma(p, r, splat(0.69326097f));
   p = fma(p, r, splat(0.99992815f));
-  const f32x16 result = (f32x16)((i32x16)p + ((i32x16)t << 23));  // the low bits of t hold the whole part
+  // The low bits of t hold the whole part. Unsigned, for below -126, where the result is not used, the sum may overflow.
+  const f32x16 result = (f32x16)((u32x16)p + ((u32x16)t << 23));
   return x < -126.0f ? f32x16{} : result;
 }
 
