@@ -69,7 +69,7 @@ $(BASE): $(RECIPE)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) can't make virtual environments. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@command -v "$${CXX:-c++}" >/dev/null || echo "no C++ compiler: kvpager will be slow. On Debian and Ubuntu: apt-get install g++"
+	@command -v "$${CXX:-c++}" >/dev/null || echo "no C++ compiler: kvpager will be slow. On Debian and Ubuntu: apt-get install g++, then make clean"
 	$(PIP) --quiet $(BUILD)
 	$(INSTALL) .
 	@touch $@
