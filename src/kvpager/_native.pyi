@@ -129,3 +129,51 @@ def rotate(
     to_queries: int,
     to_keys: int,
 ) -> None: ...
+
+# bind_tile.cpp
+
+Four = tuple[IntArray, IntArray, IntArray, IntArray]
+
+def attend_tile(
+    storage: Frames,
+    table: npt.NDArray[np.int32],
+    offset: int,
+    own: Four,
+    past: Four,
+    group_pages: int,
+    kv_heads: int,
+    queries: FloatArray,
+    start: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    output: FloatArray,
+    masses: FloatArray,
+) -> int: ...
+def choose_tile(
+    storage: Frames,
+    table: npt.NDArray[np.int32],
+    offset: int,
+    own: Four,
+    group_pages: int,
+    kv_heads: int,
+    queries: FloatArray,
+    start: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    digest: DigestStore,
+    layer: int,
+    rows: IntArray,
+    first: int,
+    row_stride: int,
+    sample: int,
+    room: int,
+    sinks: int,
+    recent: int,
+    output: FloatArray,
+    masses: FloatArray,
+    heads: IntArray,
+    blocks: IntArray,
+    ratio: FloatArray,
+) -> tuple[int, float]: ...

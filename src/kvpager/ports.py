@@ -23,9 +23,12 @@ __all__ = [
     "FrameStorage",
     "IntArray",
     "Kernel",
+    "Layer",
     "Masses",
     "PageList",
     "Partial",
+    "PlacedPages",
+    "ResidentChoice",
     "Room",
     "Rows",
     "Settled",
@@ -192,6 +195,45 @@ class Digest(Protocol):
         """
 
 
+class PlacedPages(NamedTuple):
+    """Pages of one layer, sorted by head, then by position: int64 [n] each.
+
+    heads, blocks   KV head, and block of the sequence
+    rows            the block's row of the page table
+    starts, counts  position of the first token, and the tokens that are written
+    flat            place in the page table [rows, layers, H], in layer 0
+    """
+
+    heads: IntArray
+    blocks: IntArray
+    rows: IntArray
+    starts: IntArray
+    counts: IntArray
+    flat: IntArray
+
+
+class ResidentChoice(NamedTuple):
+    """Pages chosen by their digests: heads and blocks int64 [n], by head, then by block; ratio and missed as in Choice.
+
+    settled  the tile's attention to its own pages and to these, or None where one of these is absent
+    """
+
+    settled: Settled | None
+    heads: IntArray
+    blocks: IntArray
+    ratio: FloatArray
+    missed: float
+
+
+class Layer(NamedTuple):
+    """Where a kernel finds a layer's pages: frames of the page table [rows, layers, H], int32, and fixed groups."""
+
+    storage: FrameStorage
+    table: npt.NDArray[np.int32]
+    layer: int
+    group_pages: int
+
+
 class Kernel(Protocol):
     """Attention over pages that lie scattered in frames."""
 
@@ -205,6 +247,22 @@ class Kernel(Protocol):
 
     def settle(self, parts: list[Partial], heads: IntArray) -> Settled:
         """Join groups of pages in the order given; `heads` [n] names the KV head of each of their pages, in order."""
+
+    def attend_resident(
+        self, layer: Layer, tile: TileQuery, own: PlacedPages, past: PlacedPages | None
+    ) -> Settled | None:
+        """`attend` to all groups of a tile's own and past pages, and `settle`, in one call, to the same bits.
+
+        None where a page is absent, or where the kernel has no such call.
+        """
+
+    def choose_resident(
+        self, layer: Layer, tile: TileQuery, own: PlacedPages, digest: Digest, rows: IntArray, room: Room
+    ) -> ResidentChoice | None:
+        """As `attend_resident`, the past pages being chosen among those of rows [n] as Digest.choose does.
+
+        None where one of its own pages is absent, or where the kernel has no such call.
+        """
 
     def digest(
         self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int

@@ -13,7 +13,20 @@ from kvpager.config import KVShape, PagerConfig
 from kvpager.core.residency import Residency
 from kvpager.core.sequence import Sequence, Step
 from kvpager.kernels.reference import merge
-from kvpager.ports import BoolArray, Digest, FloatArray, IntArray, Kernel, PageList, Partial, Room, TileQuery
+from kvpager.ports import (
+    BoolArray,
+    Digest,
+    FloatArray,
+    IntArray,
+    Kernel,
+    Layer,
+    PageList,
+    Partial,
+    PlacedPages,
+    Room,
+    Settled,
+    TileQuery,
+)
 
 __all__ = ["AttendResult", "Attender", "TileEvent"]
 
@@ -48,22 +61,21 @@ class _Tile(NamedTuple):
     last: int
 
 
-class _Pages(NamedTuple):
-    """Pages of one layer, sorted by head, then by position: int64 [n] each, and `flat`, their names in layer 0."""
-
-    heads: IntArray
-    blocks: IntArray
-    rows: IntArray
-    starts: IntArray
-    counts: IntArray
-    flat: IntArray
-
-
 class _Attended(NamedTuple):
     """The partial results of pages attended to, by group, and the indices of pages that were read back."""
 
     parts: list[Partial]
     recalled: IntArray
+
+    def joined(self, other: _Attended, pages: int) -> _Attended:
+        """Both: these, of so many pages, first."""
+        recalled = self.recalled
+        if other.recalled.size:
+            recalled = np.concatenate([recalled, other.recalled + pages])
+        return _Attended(self.parts + other.parts, recalled)
+
+
+NOTHING = np.empty(0, np.int64)
 
 
 class _Given(NamedTuple):
@@ -149,26 +161,21 @@ class Attender:
         tile = self._span(query)
         if query.window is not None and tile.first:
             self._residency.table.expired[sequence.rows[: tile.first], layer] = True
-        # the tile's own pages first: what they get of each query's attention is known exactly when the past is chosen
-        pages = self._planned(step, sequence, layer, tile, own=True)
-        parts, recalled = self._groups(layer, tile, pages)
-        heads, blocks, rows = pages.heads, [pages.blocks], [pages.rows]
-        past = self._selected(step, sequence, layer, tile, parts)
-        if tile.own > tile.first and (past is None or past.any()):
-            if past is None:
-                before = self._planned(step, sequence, layer, tile, own=False)
-            else:
-                heads_in, blocks_in = past.nonzero()  # strided views of one array; kernels want contiguous ones
-                before = self._pages(sequence, layer, np.ascontiguousarray(heads_in), blocks_in + tile.first)
-            attended = self._groups(layer, tile, before)
-            parts = parts + attended.parts
-            if attended.recalled.size:
-                recalled = np.concatenate([recalled, attended.recalled + len(heads)])
-            heads = np.concatenate([heads, before.heads])
-            blocks.append(before.blocks)
-            rows.append(before.rows)
-        settled = self._kernel.settle(parts, heads)
+        own = self._planned(step, sequence, layer, tile, own=True)
+        past, settled, parts = self._selected(step, sequence, layer, tile, own)
+        recalled = NOTHING
+        if settled is None and parts is None:
+            settled = self._kernel.attend_resident(self._layer(layer), query, own, past)
+        pages = (own,) if past is None else (own, past)
+        heads = own.heads if past is None else np.concatenate([own.heads, past.heads])
+        if settled is None:
+            # a page is absent, or the kernel takes one group a call
+            done = parts or self._groups(layer, tile, own)
+            if past is not None:
+                done = done.joined(self._groups(layer, tile, past), len(own.heads))
+            settled, recalled = self._kernel.settle(done.parts, heads), done.recalled
         queries = query.queries.shape[1]
+        rows, blocks = [one.rows for one in pages], [one.blocks for one in pages]
         self._residency.scorer.observe(rows, layer, heads, settled.masses, queries, self.now(sequence))
         counters = self._residency.counters
         counters.tiles += 1
@@ -177,6 +184,9 @@ class Attender:
         if self.observers:
             self._tell(sequence, layer, tile, given, recalled)
         return settled.output, given
+
+    def _layer(self, layer: int) -> Layer:
+        return Layer(self._residency.storage, self._residency.table.frame, layer, self._group_pages)
 
     def _tell(self, sequence: Sequence, layer: int, tile: _Tile, given: _Given, recalled: IntArray) -> None:
         heads, blocks = given.heads, np.concatenate(given.blocks)
@@ -189,23 +199,23 @@ class Attender:
         for observer in self.observers:
             observer(event)
 
-    def _planned(self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: bool) -> _Pages:
+    def _planned(self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: bool) -> PlacedPages:
         """All of the tile's own pages, or all of its past: the same in every layer with the same window."""
         first, stop = (tile.own, tile.last) if own else (tile.first, tile.own)
         key = (sequence.id, first, stop, int(sequence.filled[layer]))
-        pages: _Pages | None = step.plans.get(key)
+        pages: PlacedPages | None = step.plans.get(key)
         if pages is None:
             count, heads = stop - first, self._shape.kv_heads
             blocks = np.tile(np.arange(first, stop), heads)
             pages = step.plans[key] = self._pages(sequence, layer, np.repeat(np.arange(heads), count), blocks)
         return pages
 
-    def _pages(self, sequence: Sequence, layer: int, heads: IntArray, blocks: IntArray) -> _Pages:
+    def _pages(self, sequence: Sequence, layer: int, heads: IntArray, blocks: IntArray) -> PlacedPages:
         size = self._config.page_size
         rows = sequence.rows[blocks]
         starts = blocks * size
         counts = np.minimum(sequence.filled[layer] - starts, size)
-        return _Pages(heads, blocks, rows, starts, counts, self._residency.table.flat(rows, 0, heads))
+        return PlacedPages(heads, blocks, rows, starts, counts, self._residency.table.flat(rows, 0, heads))
 
     def _span(self, query: TileQuery) -> _Tile:
         size = self._config.page_size
@@ -220,7 +230,7 @@ class Attender:
         """
         return sequence.tick if sequence.view is not None else self._residency.clock.tick
 
-    def _groups(self, layer: int, tile: _Tile, pages: _Pages) -> _Attended:
+    def _groups(self, layer: int, tile: _Tile, pages: PlacedPages) -> _Attended:
         """Attend to pages, a fixed group at a time."""
         residency, most = self._residency, self._group_pages
         flat = pages.flat + layer * self._shape.kv_heads
@@ -242,38 +252,60 @@ class Attender:
         return _Attended(parts, np.concatenate(recalled))
 
     def _selected(
-        self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: list[Partial]
-    ) -> BoolArray | None:
-        """The past pages that the tile attends to: bool [H, own - first], from block `first` on; None for all."""
+        self, step: Step, sequence: Sequence, layer: int, tile: _Tile, own: PlacedPages
+    ) -> tuple[PlacedPages | None, Settled | None, _Attended | None]:
+        """The past pages that the tile attends to, if any.
+
+        Where choosing them took the attention to its own pages (what they get of each query's attention is known
+        exactly then), with that, or with the whole tile's attention where it came along.
+        """
         counters = self._residency.counters
         if sequence.view is not None:
-            self._prune(step, sequence, layer, tile)
-            selected = sequence.view[tile.first : tile.own, layer].T
             counters.coverage_sum += 1.0
-            if selected.all():
-                return selected
-        elif self._digest is None or tile.own - tile.first <= (self._config.budget_pages or 0):
+            return self._viewed(step, sequence, layer, tile), None, None
+        if self._digest is None or tile.own - tile.first <= (self._config.budget_pages or 0):
             counters.coverage_sum += 1.0
-            return None
-        else:
-            selected, coverage = self._choose(sequence, layer, tile, own)
-            counters.coverage_sum += coverage
+            past = self._planned(step, sequence, layer, tile, own=False) if tile.own > tile.first else None
+            return past, None, None
         self._mark_approximate(sequence, tile)
-        return selected
+        return self._choose(sequence, layer, tile, own, self._digest)
 
-    def _choose(self, sequence: Sequence, layer: int, tile: _Tile, own: list[Partial]) -> tuple[BoolArray, float]:
-        """The budget's worth of past pages with the largest estimated mass: bool [H, n], and the share of all kept."""
-        assert self._digest is not None
+    def _viewed(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> PlacedPages | None:
+        """Discard mode: the past pages that the sequence still sees."""
+        assert sequence.view is not None
+        self._prune(step, sequence, layer, tile)
+        seen = sequence.view[tile.first : tile.own, layer].T
+        if not seen.all():
+            self._mark_approximate(sequence, tile)
+        return self._where(sequence, layer, tile, seen) if seen.any() else None
+
+    def _where(self, sequence: Sequence, layer: int, tile: _Tile, chosen: BoolArray) -> PlacedPages:
+        heads, blocks = chosen.nonzero()  # strided views of one array; kernels want contiguous ones
+        return self._pages(sequence, layer, np.ascontiguousarray(heads), blocks + tile.first)
+
+    def _choose(
+        self, sequence: Sequence, layer: int, tile: _Tile, own: PlacedPages, digest: Digest
+    ) -> tuple[PlacedPages, Settled | None, _Attended | None]:
+        """The budget's worth of past pages with the largest estimated mass, and what was attended to for it."""
         config = self._config
         assert config.budget_pages is not None
         rows = sequence.rows[tile.first : tile.own]
-        starts = np.arange(tile.first, tile.own) * config.page_size
-        own_lse = own[0].lse if len(own) == 1 else merge(own)[1]
         room = Room(config.budget_pages, config.sink_pages, config.recent_pages, tile.first)
-        choice = self._digest.choose(layer, rows, tile.query, starts, own_lse, room)
-        self._residency.scorer.estimated(sequence.part(tile.first, tile.own), layer, choice.ratio)
+        resident = self._kernel.choose_resident(self._layer(layer), tile.query, own, digest, rows, room)
+        settled = parts = None
+        if resident is not None:
+            settled, ratio, missed = resident.settled, resident.ratio, resident.missed
+            past = self._pages(sequence, layer, resident.heads, resident.blocks)
+        else:
+            parts = self._groups(layer, tile, own)
+            own_lse = parts.parts[0].lse if len(parts.parts) == 1 else merge(parts.parts)[1]
+            starts = np.arange(tile.first, tile.own) * config.page_size
+            chosen, ratio, missed = digest.choose(layer, rows, tile.query, starts, own_lse, room)
+            past = self._where(sequence, layer, tile, chosen)
+        self._residency.scorer.estimated(sequence.part(tile.first, tile.own), layer, ratio)
         # masses are shares of all attention, own pages included: what is left out is what the selection misses
-        return choice.chosen, 1 - choice.missed
+        self._residency.counters.coverage_sum += 1 - missed
+        return past, settled, parts
 
     def _mark_approximate(self, sequence: Sequence, tile: _Tile) -> None:
         """Keys of later layers now depend on the selection; only whole tiles are reproducible by others."""

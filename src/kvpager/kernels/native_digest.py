@@ -33,32 +33,32 @@ class NativeDigest:
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int) -> None:
-        self._store = DigestStore(layers, kv_heads, head_dim, page_size)
+        self.store = DigestStore(layers, kv_heads, head_dim, page_size)
         self._heads = kv_heads
-        self._sample = sample
+        self.sample = sample
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page's digest, all included."""
-        return self._store.page_bytes
+        return self.store.page_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for digests, over all layers (scratch is apart)."""
-        return self._store.nbytes
+        return self.store.nbytes
 
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch that are kept between calls: at most 8 MiB, whatever the length of the sequences."""
-        return self._store.scratch_nbytes
+        return self.store.scratch_nbytes
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows, layer by layer and by at least an eighth, so that memory never doubles."""
-        self._store.grow(rows)
+        self.store.grow(rows)
 
     def build(self, layer: int, rows: IntArray, keys: FloatArray) -> None:
         """Make the digests of whole pages: rows int64 [n], keys float32 [n, H, P, D]."""
-        self._store.build(layer, np.ascontiguousarray(rows), np.ascontiguousarray(keys))
+        self.store.build(layer, np.ascontiguousarray(rows), np.ascontiguousarray(keys))
 
     def choose(
         self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray, room: Room
@@ -76,7 +76,7 @@ class NativeDigest:
         if kept > room.pages:
             raise InputError(f"pages: a budget of {room.pages} a KV head is less than its {kept} protected pages")
         queries = tile.queries if tile.queries.strides[2] == 4 else np.ascontiguousarray(tile.queries)
-        missed = self._store.choose(
+        missed = self.store.choose(
             layer,
             np.ascontiguousarray(rows),
             queries,
@@ -86,7 +86,7 @@ class NativeDigest:
             tile.scale,
             tile.window,
             tile.softcap,
-            self._sample,
+            self.sample,
             room.pages,
             sinks,
             room.recent,

@@ -15,12 +15,16 @@ from kvpager.kernels.coded import CodedStorage
 from kvpager.ports import (
     WINDOW,
     BoolArray,
+    Digest,
     FloatArray,
     FrameStorage,
     IntArray,
+    Layer,
     Masses,
     PageList,
     Partial,
+    PlacedPages,
+    Room,
     Settled,
     TileQuery,
 )
@@ -198,6 +202,14 @@ class ReferenceKernel:
         _, group, tokens = page_lse.shape
         mass = np.exp(page_lse - lse.reshape(-1, group, tokens)[heads])
         return Settled(output, masses(mass))
+
+    def attend_resident(self, layer: Layer, tile: TileQuery, own: PlacedPages, past: PlacedPages | None) -> None:
+        """None: there is no such call."""
+
+    def choose_resident(
+        self, layer: Layer, tile: TileQuery, own: PlacedPages, digest: Digest, rows: IntArray, room: Room
+    ) -> None:
+        """None: there is no such call."""
 
     def digest(self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int) -> None:
         """None: the core's own digests serve."""
