@@ -52,11 +52,12 @@ struct PageArrays {
         counts(from[3], "counts", {flat.size(0)}) {}
 
   Pages pages(int64_t kv_heads, int64_t page_size, int64_t table, int64_t offset) const {
-    for (int64_t i = 0; i < flat.size(0); ++i) {
-      require(flat.data()[i] >= 0 && flat.data()[i] < table - offset, is_not("flat", flat.data()[i], "in the table"));
-      require(heads.data()[i] >= (i ? heads.data()[i - 1] : 0) && heads.data()[i] < kv_heads, "heads: not in order");
-      require(starts.data()[i] >= 0 && starts.data()[i] < int64_t{1} << 48, is_not("starts", starts.data()[i], "a place"));
-      require(counts.data()[i] >= 0 && counts.data()[i] <= page_size, is_not("counts", counts.data()[i], "of a page"));
+    const int64_t *at = flat.data(), *head = heads.data(), *start = starts.data(), *written = counts.data();
+    for (int64_t i = 0; i < flat.size(0); ++i) {  // words are made only for what is wrong
+      if (at[i] < 0 || at[i] >= table - offset) require(false, is_not("flat", at[i], "in the table"));
+      if (head[i] < (i ? head[i - 1] : 0) || head[i] >= kv_heads) require(false, is_not("heads", head[i], "in order"));
+      if (start[i] < 0 || start[i] >= int64_t{1} << 48) require(false, is_not("starts", start[i], "a position"));
+      if (written[i] < 0 || written[i] > page_size) require(false, is_not("counts", written[i], "of a page"));
     }
     return {flat.data(), heads.data(), starts.data(), counts.data(), flat.size(0), {}};
   }
@@ -235,9 +236,12 @@ nb::tuple choose_tile(Frames& frames, nb::handle table, int64_t offset, nb::tupl
   const int64_t n = candidates.size(0);
   require(sinks >= 0 && recent >= 0 && sinks + recent <= room && room < n, is_not("room", room, "for the protected pages"));
   require(sample >= 1 && sample <= 65536, is_not("sample", sample, "in 1..65536"));
-  for (int64_t i = 0; i < n; ++i)
-    require(candidates.data()[i] >= 0 && row_stride >= offset + kv_heads &&
-                candidates.data()[i] < places.size(0) / row_stride, is_not("rows", candidates.data()[i], "in the table"));
+  require(row_stride >= offset + kv_heads, is_not("row_stride", row_stride, "of a row of the table"));
+  const int64_t most_rows = places.size(0) / row_stride;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t row = candidates.data()[i];
+    if (row < 0 || row >= most_rows) require(false, is_not("rows", row, "in the table"));
+  }
   Array<float> out(output, "output", {query.queries.size(0), query.queries.size(1), dim});
   Array<float> mass(masses, "masses", {4, mine.count + room * kv_heads});
   Array<int64_t> chosen_heads(heads, "heads", {room * kv_heads}), chosen_blocks(blocks, "blocks", {room * kv_heads});

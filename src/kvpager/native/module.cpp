@@ -55,6 +55,7 @@ double stream_read(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 }  // namespace
 
 NB_MODULE(_native, module) {
+  nb::set_leak_warnings(false);  // a program may end while modules or threads still hold what is bound here
   module.doc() = "Compiled kernels over pages; see kvpager.kernels.native for their Python side.";
   module.def("isa", [] { return isa_name(active_isa()); }, "The instruction set that kernels use.");
   module.def(
