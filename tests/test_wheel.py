@@ -1,8 +1,6 @@
-"""What is handed out: the wheel with compiled kernels, the one made without a compiler, and the sources.
+"""What is handed out: the wheel with compiled kernels, the one made without a compiler, and the sources."""
 
-All are built from a copy of the project, once each.
-"""
-
+import fcntl
 import os
 import shutil
 import subprocess
@@ -43,8 +41,11 @@ def build(kind: str, source: Path, to: Path, **environment: str) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built where the project is: what was compiled for installing it is used again."""
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+    """Built where the project is: what was compiled for installing it is used again, by one process at a time."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
