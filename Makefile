@@ -42,7 +42,7 @@ test: $(DEV) ## all tests, and which promises they proved
 test-fast: $(DEV) ## the tests that take no more than seconds
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-sanitize: $(DEV) ## the kernels' tests under the address and undefined-behaviour sanitisers
+sanitize: $(DEV) ## tests of the kernels under the address and undefined-behaviour sanitisers
 	.ci/sanitize $(BIN)/python
 
 install: $(DEMO) ## .venv with kvpager, PyTorch, transformers and the default model's weights
