@@ -243,3 +243,20 @@ def test_settings_that_contradict():
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("kernel", ["native", "reference"])
+def test_finite_numbers_whose_scores_are_beyond_float32_end_a_step_all_the_same(kernel):
+    """Estimates that are no numbers choose fewer pages than there is room for; no kernel may trip over that."""
+    rig = Rig(kernel=kernel, budget=32, tile=8)
+    sequence = rig.pager.open()
+    for tokens in (60, 1, 9):
+        rig.pager.begin([sequence], [tokens])
+        for layer in range(2):
+            keys = 1e25 * rig.random(2, tokens)
+            rig.pager.append(sequence, layer, keys, np.sign(keys))
+            with np.errstate(all="ignore"):
+                output = rig.pager.attend(sequence, layer, 1e25 * rig.random(4, tokens)).output
+            assert output.shape == (4, tokens, 8)
+        rig.pager.commit()
+    rig.pager.check()

@@ -134,7 +134,7 @@ class NativeKernel:
         """As `attend_resident`, the past pages being chosen among those of rows [n] as Digest.choose does.
 
         None where one of its own pages is absent, or where it can't be done in one call: with digests that are not
-        compiled, more own pages than a group holds, or room for all candidates.
+        compiled, more own pages than a group holds, room for all candidates, or scores beyond float32.
         """
         n, heads = len(rows), layer.table.shape[2]
         sinks = min(max(room.sinks - room.first_block, 0), n)

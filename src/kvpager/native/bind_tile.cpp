@@ -134,9 +134,12 @@ class Parts {
 };
 
 // Where a choice's pages are put: heads and blocks [room * H], flat places, and what attention wants to know of them.
+// Only when it is `full`: scores beyond float32 make estimates that are no numbers, and those choose fewer pages.
 struct Chosen {
   std::vector<uint8_t> flags;
   std::vector<int64_t> flat, starts, counts;
+
+  bool full(int64_t room) const { return std::count(flags.begin(), flags.end(), uint8_t{1}) == room; }
 
   Pages pages(const DigestChoice& choice, int64_t first, int64_t row_stride, int64_t* heads, int64_t* blocks,
               int64_t room) {
@@ -146,12 +149,10 @@ struct Chosen {
       for (int64_t i = 0; i < n; ++i)
         if (flags[static_cast<size_t>(head * n + i)]) {
           const size_t at = flat.size();
-          if (static_cast<int64_t>(at) == room) throw std::logic_error("more pages were chosen than there is room");
           heads[at] = head, blocks[at] = first + i;
           flat.push_back(choice.rows[i] * row_stride + head);
           starts.push_back((first + i) * size);
         }
-    if (static_cast<int64_t>(flat.size()) != room) throw std::logic_error("fewer pages were chosen than there is room");
     counts.assign(flat.size(), size);
     return {flat.data(), heads, starts.data(), counts.data(), room, {}};
   }
@@ -264,13 +265,16 @@ nb::tuple choose_tile(Frames& frames, nb::handle table, int64_t offset, nb::tupl
           query.args.softcap, window, sinks, recent, room, nullptr, chosen.flags.data(), ratios.data(), 0};
       store.choose_into(layer, choice);
       missed = choice.missed;
-      Pages before = chosen.pages(choice, first, row_stride, chosen_heads.data(), chosen_blocks.data(), room * kv_heads);
-      outcome = kChosen;
-      if (before.find(places, offset)) {
-        parts.add(before);
-        parts.attend();
-        settle(query, parts, dim, mine.heads, mine.count, before.heads, before.count, out.data(), mass.data());
-        outcome = kAttended;
+      if (chosen.full(room * kv_heads)) {
+        Pages before =
+            chosen.pages(choice, first, row_stride, chosen_heads.data(), chosen_blocks.data(), room * kv_heads);
+        outcome = kChosen;
+        if (before.find(places, offset)) {
+          parts.add(before);
+          parts.attend();
+          settle(query, parts, dim, mine.heads, mine.count, before.heads, before.count, out.data(), mass.data());
+          outcome = kAttended;
+        }
       }
     }
   }
