@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from kvpager.ports import FloatArray, IntArray, Masses, Rows
 
-__all__ = ["FIELDS", "AttentionScorer", "PageNumbers", "Snapshot"]
+__all__ = ["FIELDS", "AttentionScorer", "PageNumbers"]
 
 Int32Array = npt.NDArray[np.int32]
 Numbers = npt.NDArray[Any]
@@ -98,7 +98,7 @@ class PageNumbers:
         return np.asarray(self.seen < self.grace)
 
 
-class Snapshot(NamedTuple):
+class _Snapshot(NamedTuple):
     """What was known about the pages of some rows and layers."""
 
     rows: Rows
@@ -166,6 +166,8 @@ class AttentionScorer:
         self._observed: dict[int, _Observed] = {}
         self._estimates: dict[int, tuple[Rows, FloatArray]] = {}
         self._waiting = 0  # pages and estimates in it
+        self._watched: tuple[Sequence[Rows], slice] | None = None  # of the open step
+        self._kept: list[_Snapshot] = []
 
     @property
     def rows(self) -> int:
@@ -229,6 +231,7 @@ class AttentionScorer:
         """Bring into the books what waits: a decode step's layers together cost little more than one of them."""
         if not self._waiting:
             return
+        self._remember()
         estimates, observed = self._estimates, self._observed
         self._estimates, self._observed, self._waiting = {}, {}, 0
         for first, last, rows in _runs(estimates):
@@ -269,16 +272,30 @@ class AttentionScorer:
             several = each([one.queries > 1 for one in observed.values()], np.bool_)
             fields["window"][page[several]] = window[several]
 
-    def snapshot(self, rows: Rows, layers: slice) -> Snapshot:
-        """All that a step may change about the pages of rows in some layers, for :meth:`restore`."""
+    def begin(self, rows: Sequence[Rows], layers: slice) -> None:
+        """From now on all can be undone that is taken in about the pages of these rows and layers."""
         self.settle()
-        return Snapshot(rows, layers, [array[layers][:, rows].copy() for array in self._pages.values()])
+        self._watched, self._kept = (rows, layers), []
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Put back what :meth:`snapshot` kept."""
-        self.settle()
-        for array, kept in zip(self._pages.values(), snapshot.numbers, strict=True):
-            array[snapshot.layers][:, snapshot.rows] = kept
+    def keep(self) -> None:
+        """What was taken in since `begin` stays."""
+        self._watched = None
+
+    def undo(self) -> None:
+        """Forget what was taken in since `begin`. Mostly it still waits, and nothing has to be put back."""
+        self._estimates, self._observed, self._waiting = {}, {}, 0
+        for kept in self._kept:
+            for array, numbers in zip(self._pages.values(), kept.numbers, strict=True):
+                array[kept.layers][:, kept.rows] = numbers
+        self._watched, self._kept = None, []
+
+    def _remember(self) -> None:
+        """Before the books change in a step for the first time, keep them as they were."""
+        if self._watched is not None and not self._kept:
+            several, layers = self._watched
+            for rows in several:
+                numbers = [array[layers][:, rows].copy() for array in self._pages.values()]
+                self._kept.append(_Snapshot(rows, layers, numbers))
 
     def copy(self, source_row: int, target_row: int) -> None:
         """Copy all that is known about a block's pages to another row (a block was copied)."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpager.core.scorer import Snapshot
 from kvpager.ports import BoolArray, IntArray, Rows
 
 __all__ = ["Saved", "Sequence", "Step"]
@@ -104,7 +103,6 @@ class Step:
     counts   tokens that each sequence brings, by id; None for the implicit step of a single call
     held     (row, layer) of pages that were open when the step began: they stay in the pool until its end
     plans    page lists that all layers share, kept by the attention
-    scores   what the scorer knew of the sequences' pages when the step began
     dropped  discard mode: flat indices of pages that left a view in this step, oldest first; the first `settled`
              entries have been given up
     broken   discard mode: sequences of which a dropped page had to be given up before the commit
@@ -117,7 +115,6 @@ class Step:
     tick: int
     held: set[tuple[int, int]] = field(default_factory=set)
     plans: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    scores: list[Snapshot] = field(default_factory=list)
     dropped: list[tuple[Sequence, IntArray]] = field(default_factory=list)
     settled: int = 0
     broken: list[Sequence] = field(default_factory=list)

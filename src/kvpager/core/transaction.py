@@ -63,12 +63,11 @@ def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, li
     for (sequence, _), end in zip(growth, ends, strict=True):
         sequence.tick += 1
         _add_blocks(state, sequence, end)
-        rows = sequence.part(0, len(sequence.rows))
-        step.scores.append(state.scorer.snapshot(rows, slice(layers.start, layers.stop)))
         for each in layers:
             filled = int(sequence.filled[each])
             if filled % config.page_size:
                 step.held.add((int(sequence.rows[filled // config.page_size]), each))
+    state.scorer.begin([one.part(0, len(one.rows)) for one, _ in growth], slice(layers.start, layers.stop))
     state.step = step
     return step
 
@@ -163,6 +162,7 @@ def commit(state: State, step: Step) -> None:
         before, sequence.length = sequence.length, int(sequence.filled.min())
         _name_blocks(state, sequence, before, step.tokens.get(sequence.id))
     state.settle_dropped(step)
+    state.scorer.keep()
     state.step = None
     counters = state.residency.counters
     counters.most_tokens = max(counters.most_tokens, state.tokens)
@@ -194,8 +194,7 @@ def rollback(state: State, step: Step) -> None:
     for row, layer in step.held:
         # held pages never left the pool; those that filled are open again
         state.table.sealed[row, layer] = False
-    for snapshot in step.scores:
-        state.scorer.restore(snapshot)
+    state.scorer.undo()
     for saved in step.saved:
         for row in saved.restore().tolist():
             state.blocks.drop(row)
