@@ -163,8 +163,10 @@ class Projections:
 
     The first of the three modules that sees an input computes all three products. The others hand theirs out if they
     are given the very same tensor, unchanged since; each product is handed out once. Whatever else they are given they
-    compute alone, so any order of calls gives the right result. `_ready` is replaced and popped from in single steps:
-    threads that share the modules can at worst miss what another has computed.
+    compute alone, so any order of calls gives the right result. Tensors made under torch.inference_mode keep no count
+    of changes: one that is changed in place between its projections, which no supported model does, is not noticed.
+    `_ready` is replaced and popped from in single steps: threads that share the modules can at worst miss what another
+    has computed.
     """
 
     def __init__(self, matrix: PackedMatrix) -> None:
