@@ -204,7 +204,9 @@ class Residency:
     def free(self, flat: IntArray) -> None:
         """Give back the frames of pages that nobody sees any more (discard mode)."""
         frames = self.table.frame.reshape(-1)
-        self.pool.free(frames[flat].astype(np.int64))
+        gone = frames[flat].astype(np.int64)
+        self.storage.finish(gone)
+        self.pool.free(gone)
         frames[flat] = ABSENT
 
     def check(self) -> None:

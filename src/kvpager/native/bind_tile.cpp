@@ -25,6 +25,8 @@ namespace {
 using Ints = Array<const int64_t>;
 using Floats = Array<const float>;
 
+constexpr size_t kKeptFloats = size_t{1} << 21;
+
 enum Outcome : int { kNothing = 0, kChosen = 1, kAttended = 2 };
 
 // Pages of a tile, sorted by head, then by position; `flat` are their places in the page table in layer 0.
@@ -70,6 +72,11 @@ class Parts {
       : args_(tile), dim_(dim), most_(group_pages), memory_(memory) {
     memory_.clear();
   }
+  // What the thread keeps between calls is bounded; a long tile over a long past needs more for once.
+  ~Parts() {
+    if (memory_.capacity() > kKeptFloats) std::vector<float>().swap(memory_);
+  }
+  Parts(const Parts&) = delete;
 
   void add(const Pages& pages) {
     for (int64_t first = 0; first < pages.count; first += most_)
