@@ -109,13 +109,13 @@ class Parts {
     // Whole groups side by side: a group's own units would have the threads meet after every one. What is left over
     // when each thread has had as many as the others is cut into units again.
     const size_t workers = static_cast<size_t>(std::max(threads(), 1));
-    const size_t together = calls.size() / workers * workers;
+    const size_t together = calls.size() >= 2 * workers ? calls.size() / workers * workers : 0;
     std::atomic<bool> room{true};
-    if (workers > 1 && together > 1)
+    if (workers > 1 && together > 0)
       parallel(static_cast<int64_t>(together), [&](int64_t i, int) {
         if (!attention().attend(calls[static_cast<size_t>(i)])) room = false;
       });
-    for (size_t i = workers > 1 && together > 1 ? together : 0; i < calls.size(); ++i)
+    for (size_t i = workers > 1 ? together : 0; i < calls.size(); ++i)
       if (!attention().attend(calls[i])) room = false;
     if (!room) throw std::bad_alloc();
     done_ = spans_.size();
@@ -220,7 +220,9 @@ int attend_tile(Frames& frames, nb::handle table, int64_t offset, nb::tuple own,
   const nb::gil_scoped_release release;
   if (!mine.find(places, offset) || !before.find(places, offset)) return kNothing;
   Parts parts(query.args, dim, group_pages, memory());
-  parts.add(mine), parts.add(before);
+  parts.add(mine);
+  parts.attend();
+  parts.add(before);
   parts.attend();
   settle(query, parts, dim, mine.heads, mine.count, before.heads, before.count, out.data(), mass.data());
   return kAttended;
