@@ -163,7 +163,11 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_ctrl_c_while_waiting_for_the_prompt_ends_quietly() -> None:
-    code = "import sys; from kvpager.cli.main import main; print('ready', flush=True); sys.exit(main(['generate']))"
+    # a shell that runs the tests in its background has SIGINT ignored, and children inherit that
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from kvpager.cli.main import main; print('ready', flush=True); sys.exit(main(['generate']))"
+    )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
