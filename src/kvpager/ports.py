@@ -151,6 +151,10 @@ class Room(NamedTuple):
     recent: int
     first_block: int = 0
 
+    def leading(self, candidates: int) -> int:
+        """How many of the first of so many candidates are among the sinks."""
+        return min(max(self.sinks - self.first_block, 0), candidates)
+
 
 class Choice(NamedTuple):
     """The pages of one layer that a tile attends to.

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpager.bench.machine import native_module
 from kvpager.cli.main import main
+from kvpager.kernels.choose import native_module
 
 KERNEL = ["bench", "kernel", "--shapes", "4/2x16", "--tokens", "40,64", "--batch", "1", "--threads", "1"]
 KERNEL += ["--repeats", "2", "--no-select", "--memory", "64MiB"]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.bench.cases import PAGE_SIZE, Case, Heads
-from kvpager.bench.machine import native_module
 from kvpager.config import ITEMSIZE, DType
 from kvpager.errors import ConfigError, KVPagerError
+from kvpager.kernels.choose import native_module
 from kvpager.kernels.reference import ReferenceKernel, merge
 from kvpager.ports import FloatArray, IntArray, Kernel, PageList, Partial, TileQuery
 

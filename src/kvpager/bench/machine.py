@@ -9,26 +9,17 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter, process_time
-from types import ModuleType
 from typing import Any
 
 from kvpager.errors import ConfigError
+from kvpager.kernels.choose import native_module
 from kvpager.kernels.cores import default_threads
 
-__all__ = ["Others", "describe", "isa", "l3_bytes", "native_module", "threads", "versions"]
+__all__ = ["Others", "describe", "isa", "l3_bytes", "threads", "versions"]
 
 PACKAGES = ("numpy", "torch", "transformers")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def native_module() -> ModuleType | None:
-    """The extension module, or None where kvpager was installed without it."""
-    try:
-        from kvpager import _native
-    except ImportError:
-        return None
-    return _native
 
 
 @contextmanager

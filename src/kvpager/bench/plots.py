@@ -1,4 +1,4 @@
-"""The picture of ``kvpager bench kernel``. matplotlib is imported only when one is drawn, and needs no display."""
+"""The picture of ``kvpager bench kernel``."""
 
 from __future__ import annotations
 
@@ -7,33 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kvpager.bench.cases import Heads
-from kvpager.errors import InputError, MissingDependency
+from kvpager.pictures import figure_type
 
-__all__ = ["check_target", "draw_kernels"]
+__all__ = ["draw_kernels"]
 
 INK, GRID = "#1b1f24", "#d8dee4"
 COLOURS = ("#0b6e4f", "#5b6fb8", "#c8553d", "#777777", "#b8860b", "#7a4f9a")
 MARKS = "osDv^P"
 STYLES = ("-", "--", ":", "-.")
-
-
-def check_target(path: str | Path) -> Path:
-    """The path of a picture that can be drawn; raises InputError or MissingDependency before any work is done."""
-    _figure()
-    target = Path(path)
-    if target.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InputError(f"plot: {target} ends in {target.suffix or 'nothing'}; use .png, .svg or .pdf")
-    if not target.parent.is_dir():
-        raise InputError(f"plot: the folder {target.parent} does not exist")
-    return target
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("pictures need matplotlib: pip install 'kvpager[demo]'") from error
-    return Figure
 
 
 def draw_kernels(rows: Sequence[Mapping[str, Any]], title: str, path: str | Path) -> None:
@@ -48,7 +29,7 @@ def draw_kernels(rows: Sequence[Mapping[str, Any]], title: str, path: str | Path
     shapes = list(dict.fromkeys(_heads(row) for row in rows))
     names = list(dict.fromkeys((row["kernel"], row["dtype"]) for row in rows))
     batches = sorted({row["batch"] for row in rows})
-    figure = _figure()(figsize=(1.2 + 3.6 * len(shapes), 4.8), layout="constrained")
+    figure = figure_type()(figsize=(1.2 + 3.6 * len(shapes), 4.8), layout="constrained")
     panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
     for axes, heads in zip(panels, shapes, strict=True):
         for index, (kernel, dtype) in enumerate(names):

@@ -9,7 +9,8 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.bench.machine import l3_bytes, native_module
+from kvpager.bench.machine import l3_bytes
+from kvpager.kernels.choose import native_module
 
 __all__ = ["Stream"]
 

@@ -143,11 +143,13 @@ def run_kernel(args: argparse.Namespace) -> int:
     """Measure kernels; returns 0. Raises ConfigError and InputError for what can't be, before anything is measured."""
     from kvpager import build
     from kvpager.bench import kernel, machine, plots
+    from kvpager.kernels.choose import native_module
+    from kvpager.pictures import check_target
 
     build.yield_while_waiting()
-    target = None if args.plot is None else plots.check_target(args.plot)
+    target = None if args.plot is None else check_target(args.plot)
     plan = _plan(args)
-    native = machine.native_module()
+    native = native_module()
     described, others = machine.describe(), machine.Others()
     with machine.threads(plan.threads), machine.isa(args.isa), progress("Kernels", kernel.steps(plan)) as advance:
         result = kernel.measure(plan, advance)

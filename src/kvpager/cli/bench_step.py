@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure a decode step; returns 0. Raises InputError and ConfigError for what can't be."""
     from kvpager import build
     from kvpager.bench import machine
+    from kvpager.kernels.choose import native_module
     from kvpager.kernels.cores import default_threads
 
     options = pager_options(args)
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
     threads = args.threads or default_threads()
     result, kernel = _measure(args, loaded, options, threads)
-    native, busy = machine.native_module(), others.share
+    native, busy = native_module(), others.share
     if args.json:
         emit_json(
             {

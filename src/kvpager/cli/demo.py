@@ -93,8 +93,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Show it; returns 0 whatever the scores are. Raises what loading and paging raise."""
     from kvpager import build
-    from kvpager.evaluation.plots import check_target
     from kvpager.evaluation.text import bundled_text
+    from kvpager.pictures import check_target
 
     target = check_target(args.map or "kvpager-demo.png")
     started = time.perf_counter()

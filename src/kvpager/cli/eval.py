@@ -115,8 +115,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Measure; returns 0. Raises InputError and ConfigError for what can't be run, before a model is loaded."""
     from kvpager import build
-    from kvpager.evaluation.plots import check_target
     from kvpager.evaluation.text import bundled_text, read_text
+    from kvpager.pictures import check_target
 
     text = bundled_text() if args.text is None else read_text(args.text)
     target = None if args.plot is None else check_target(args.plot)

@@ -102,11 +102,16 @@ class AttendResult:
     @cached_property
     def page_mass(self) -> FloatArray:
         """The mass of each page; put together when it is asked for, which a model's forward never does."""
-        mass = np.zeros(self._shape, np.float32)
-        queries = np.float32(sum(one.queries for one in self._given))
-        for one in self._given:
-            mass[one.heads, np.concatenate(one.blocks)] += one.total / queries
-        return mass
+        return _page_mass(self._given, self._shape)
+
+
+def _page_mass(given: list[_Given], shape: tuple[int, int]) -> FloatArray:
+    """Mean mass of each page over all queries of the tiles: float32 [H, blocks]."""
+    mass = np.zeros(shape, np.float32)
+    queries = np.float32(sum(one.queries for one in given))
+    for one in given:
+        mass[one.heads, np.concatenate(one.blocks)] += one.total / queries
+    return mass
 
 
 class Attender:
@@ -190,8 +195,7 @@ class Attender:
 
     def _tell(self, sequence: Sequence, layer: int, tile: _Tile, given: _Given, recalled: IntArray) -> None:
         heads, blocks = given.heads, np.concatenate(given.blocks)
-        page_mass = np.zeros((self._shape.kv_heads, tile.last), np.float32)
-        page_mass[heads, blocks] = given.total / np.float32(given.queries)
+        page_mass = _page_mass([given], (self._shape.kv_heads, tile.last))
         selected = np.zeros(page_mass.shape, np.bool_)
         selected[heads, blocks] = True
         came = np.stack([heads[recalled], blocks[recalled]], axis=1)
@@ -234,10 +238,6 @@ class Attender:
         """Attend to pages, a fixed group at a time."""
         residency, most = self._residency, self._group_pages
         flat = pages.flat + layer * self._shape.kv_heads
-        if len(flat) <= most:
-            frames, absent = residency.fault(flat)
-            group = PageList(frames, pages.heads, pages.starts, pages.counts, self._shape.kv_heads)
-            return _Attended([self._kernel.attend(residency.storage, tile.query, group)], absent)
         parts: list[Partial] = []
         recalled: list[IntArray] = []
         for begin in range(0, len(flat), most):
@@ -292,12 +292,14 @@ class Attender:
         rows = sequence.rows[tile.first : tile.own]
         room = Room(config.budget_pages, config.sink_pages, config.recent_pages, tile.first)
         resident = self._kernel.choose_resident(self._layer(layer), tile.query, own, digest, rows, room)
-        settled = parts = None
+        settled = None if resident is None else resident.settled
+        # where a page is absent, or all at once can't be, its own pages are attended to alone
+        parts = self._groups(layer, tile, own) if settled is None else None
         if resident is not None:
-            settled, ratio, missed = resident.settled, resident.ratio, resident.missed
+            ratio, missed = resident.ratio, resident.missed
             past = self._pages(sequence, layer, resident.heads, resident.blocks)
         else:
-            parts = self._groups(layer, tile, own)
+            assert parts is not None
             own_lse = parts.parts[0].lse if len(parts.parts) == 1 else merge(parts.parts)[1]
             starts = np.arange(tile.first, tile.own) * config.page_size
             chosen, ratio, missed = digest.choose(layer, rows, tile.query, starts, own_lse, room)

@@ -46,7 +46,7 @@ def select(mass: FloatArray, room: Room) -> tuple[BoolArray, float]:
     """
     heads, n = mass.shape
     protected = np.zeros(n, np.bool_)
-    protected[: max(room.sinks - room.first_block, 0)] = True
+    protected[: room.leading(n)] = True
     protected[max(n - room.recent, 0) :] = True
     kept = int(protected.sum())
     if kept > room.pages:

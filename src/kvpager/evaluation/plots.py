@@ -1,18 +1,17 @@
-"""Pictures. matplotlib is imported only here, when one is drawn, and needs no display."""
+"""Pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.errors import InputError, MissingDependency
+from kvpager.pictures import figure_type
 
-__all__ = ["EchoPoint", "check_target", "draw_echo", "draw_page_map"]
+__all__ = ["EchoPoint", "draw_echo", "draw_page_map"]
 
 MIB = 2**20
 INK, GRID = "#1b1f24", "#d8dee4"
@@ -31,27 +30,6 @@ class EchoPoint:
     kl_mean: float
 
 
-def check_target(path: str | Path) -> Path:
-    """The path of a picture that can be drawn; raises InputError or MissingDependency before any work is done."""
-    _pyplot()
-    target = Path(path)
-    if target.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InputError(f"plot: {target} ends in {target.suffix or 'nothing'}; use .png, .svg or .pdf")
-    if not target.parent.is_dir():
-        raise InputError(f"plot: the folder {target.parent} does not exist")
-    return target
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("pictures need matplotlib: pip install 'kvpager[demo]'") from error
-    del matplotlib
-    return Figure
-
-
 def draw_echo(
     points: Sequence[EchoPoint], full_second_loss: float, full_bytes: int, title: str, path: str | Path
 ) -> None:
@@ -59,7 +37,7 @@ def draw_echo(
 
     Resident bytes are frames, digests and tables (promise 7).
     """
-    figure = _pyplot()(figsize=(10.5, 4.4), layout="constrained")
+    figure = figure_type()(figsize=(10.5, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     series = list(dict.fromkeys(point.series for point in points))
     for index, name in enumerate(series):
@@ -90,7 +68,7 @@ def draw_page_map(
 
     Colours are relative to the brightest cell outside the first block, and follow the square root.
     """
-    figure = _pyplot()(figsize=(11, 4.8), layout="constrained")
+    figure = figure_type()(figsize=(11, 4.8), layout="constrained")
     axes = figure.subplots()
     most = float(mass[:, 1:].max(initial=0)) or 1.0
     light = np.sqrt(np.minimum(1, mass / most))

@@ -117,8 +117,8 @@ class _Packed(_Quick):
         raise InputError(f"{type(self).__name__}: packed weights can't be pickled; save the state_dict")
 
 
-class PackedLinear(_Packed):
-    """In the place of nn.Linear: y = x W^T + bias, x [..., in_features]."""
+class _PackedProduct(_Packed):
+    """In the place of one nn.Linear, the rows of whose weight are at one place."""
 
     def __init__(self, place: Place, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -139,6 +139,17 @@ class PackedLinear(_Packed):
         """The bias; changing it changes nothing."""
         return self._biases.get("bias")
 
+    def extra_repr(self) -> str:
+        """The sizes, as nn.Linear shows them, and the type of the weights."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={bool(self._biases)}, "
+            f"weights={self._matrix.weights}"
+        )
+
+
+class PackedLinear(_PackedProduct):
+    """In the place of nn.Linear: y = x W^T + bias, x [..., in_features]."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features]. Raises InputError for another dtype or width, in training, or for a gradient."""
         shape = x.shape
@@ -149,13 +160,6 @@ class PackedLinear(_Packed):
         result = x.new_empty((*shape[:-1], self.out_features))
         self._matrix.product(x.data_ptr(), x.numel(), result.data_ptr(), result.numel())
         return result
-
-    def extra_repr(self) -> str:
-        """The sizes, as nn.Linear shows them, and the type of the weights."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={bool(self._biases)}, "
-            f"weights={self._matrix.weights}"
-        )
 
 
 class Projections:
@@ -196,28 +200,12 @@ class Projections:
         return result
 
 
-class PackedProjection(_Packed):
+class PackedProjection(_PackedProduct):
     """In the place of an attention's q_proj, k_proj or v_proj: one part of their common product."""
 
     def __init__(self, shared: Projections, part: int, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.in_features, self.out_features = shared.matrix.inputs, shared.outputs[part]
+        super().__init__(Place(shared.matrix, shared.outputs[part], part=part), bias)
         self._shared, self._part = shared, part
-        place = Place(shared.matrix, self.out_features, part=part)
-        self._places = {"weight": [place]}
-        self._biases = {} if bias is None else {"bias": bias}
-        if bias is not None:
-            place.set_bias(bias)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight unpacked anew: changing it changes nothing."""
-        return self._places["weight"][0].read()
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias; changing it changes nothing."""
-        return self._biases.get("bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features]. Raises InputError for another dtype or width, in training, or for a gradient."""
@@ -227,10 +215,7 @@ class PackedProjection(_Packed):
 
     def extra_repr(self) -> str:
         """The sizes, as nn.Linear shows them, the type of the weights, and that the product is shared."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={bool(self._biases)}, "
-            f"weights={self._shared.matrix.weights}, part {self._part} of a common product"
-        )
+        return f"{super().extra_repr()}, part {self._part} of a common product"
 
 
 class PackedGated(_Packed):

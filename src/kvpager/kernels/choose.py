@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from types import ModuleType
 
 from kvpager.config import KVShape, PagerConfig
 from kvpager.errors import ConfigError
@@ -11,7 +12,7 @@ from kvpager.kernels.cores import default_threads
 from kvpager.kernels.reference import ReferenceKernel
 from kvpager.ports import Kernel
 
-__all__ = ["REBUILD", "native_available", "open_kernel", "set_threads"]
+__all__ = ["REBUILD", "native_available", "native_module", "open_kernel", "set_threads"]
 
 REBUILD = "install kvpager again with a C++20 compiler (g++ or clang++) at hand"
 
@@ -41,13 +42,18 @@ def open_kernel(shape: KVShape, config: PagerConfig) -> Kernel:
     return ReferenceKernel()
 
 
+def native_module() -> ModuleType | None:
+    """The compiled extension, or None where kvpager was installed without it."""
+    try:
+        import kvpager._native as native
+    except ImportError:
+        return None
+    return native
+
+
 def native_available() -> bool:
     """Whether the compiled kernels are built."""
-    try:
-        import kvpager._native  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return native_module() is not None
 
 
 def set_threads(count: int | None) -> None:
@@ -57,20 +63,19 @@ def set_threads(count: int | None) -> None:
     names another instruction set than the best one. Nothing happens where the kernels are not built. Raises
     ConfigError for another number, or an instruction set that is not to be had.
     """
-    if not native_available():
+    native = native_module()
+    if native is None:
         return
-    from kvpager import _native
-
     isa = os.environ.get("KVPAGER_ISA")
-    if isa and isa != _native.isa():
-        if isa not in _native.isas():
-            raise ConfigError(f"KVPAGER_ISA: {isa!r} is not one of {', '.join(_native.isas())}")
-        _native.set_isa(isa)
+    if isa and isa != native.isa():
+        if isa not in native.isas():
+            raise ConfigError(f"KVPAGER_ISA: {isa!r} is not one of {', '.join(native.isas())}")
+        native.set_isa(isa)
 
     if count is None:
-        if _native.threads() == 0:
-            _native.set_threads(default_threads())
+        if native.threads() == 0:
+            native.set_threads(default_threads())
         return
     if not 1 <= count <= 256:
         raise ConfigError(f"threads: {count} is not in 1..256")
-    _native.set_threads(count)
+    native.set_threads(count)

@@ -18,6 +18,7 @@ from kvpager.kernels.native_digest import NativeDigest
 from kvpager.kernels.native_storage import NativeStorage
 from kvpager.ports import (
     Digest,
+    FloatArray,
     FrameStorage,
     IntArray,
     Layer,
@@ -31,7 +32,7 @@ from kvpager.ports import (
     TileQuery,
 )
 
-__all__ = ["NativeKernel", "serves"]
+__all__ = ["NativeKernel", "attend_group", "serves"]
 
 MOST_HEAD_DIM = 256
 
@@ -44,12 +45,45 @@ def serves(shape: KVShape) -> bool:
 NO_PAGES = (np.empty(0, np.int64),) * 4
 
 
-def _place(layer: Layer) -> tuple[_native.Frames, npt.NDArray[np.int32], int]:
-    """The frames, the page table in one line, and where in it the layer's pages of a block start."""
-    storage = layer.storage
+def _frames(storage: FrameStorage) -> _native.Frames:
     if not isinstance(storage, NativeStorage):
         raise InputError(f"storage: {type(storage).__name__} is not the native kernel's own")
-    return storage.native, layer.table.reshape(-1), layer.layer * layer.table.shape[2]
+    return storage.native
+
+
+def _place(layer: Layer) -> tuple[_native.Frames, npt.NDArray[np.int32], int]:
+    """The frames, the page table in one line, and where in it the layer's pages of a block start."""
+    return _frames(layer.storage), layer.table.reshape(-1), layer.layer * layer.table.shape[2]
+
+
+def attend_group(storage: FrameStorage, tile: TileQuery, pages: PageList, page_lse: FloatArray | None) -> Partial:
+    """Attend one tile to one group of pages; the pages' log-sum-exp go to page_lse [n, G, T], or are left out.
+
+    Raises InputError for another kernel's storage, ValueError for arrays of the wrong shape or out of range.
+    """
+    queries = np.ascontiguousarray(tile.queries, np.float32)
+    heads, tokens, _ = queries.shape
+    output = np.empty_like(queries)
+    lse = np.empty((heads, tokens), np.float32)
+    _native.attend(
+        _frames(storage),
+        np.ascontiguousarray(pages.frames),
+        np.ascontiguousarray(pages.heads),
+        np.ascontiguousarray(pages.starts),
+        np.ascontiguousarray(pages.counts),
+        pages.kv_heads,
+        queries,
+        tile.start,
+        tile.scale,
+        tile.window or 0,
+        tile.softcap or 0.0,
+        output,
+        lse,
+        page_lse,
+    )
+    if page_lse is None:
+        page_lse = np.empty((0, heads // pages.kv_heads, tokens), np.float32)
+    return Partial(output, lse, page_lse)
 
 
 class NativeKernel:
@@ -67,30 +101,9 @@ class NativeKernel:
         Slots of a page that are not written, or not visible, have no influence, whatever they hold. Raises InputError
         for another kernel's storage, ValueError for arrays of the wrong shape or out of range.
         """
-        if not isinstance(storage, NativeStorage):
-            raise InputError(f"storage: {type(storage).__name__} is not the native kernel's own")
-        queries = np.ascontiguousarray(tile.queries, np.float32)
-        heads, tokens, _ = queries.shape
-        output = np.empty_like(queries)
-        lse = np.empty((heads, tokens), np.float32)
+        heads, tokens, _ = tile.queries.shape
         page_lse = np.empty((len(pages.frames), heads // pages.kv_heads, tokens), np.float32)
-        _native.attend(
-            storage.native,
-            np.ascontiguousarray(pages.frames),
-            np.ascontiguousarray(pages.heads),
-            np.ascontiguousarray(pages.starts),
-            np.ascontiguousarray(pages.counts),
-            pages.kv_heads,
-            queries,
-            tile.start,
-            tile.scale,
-            tile.window or 0,
-            tile.softcap or 0.0,
-            output,
-            lse,
-            page_lse,
-        )
-        return Partial(output, lse, page_lse)
+        return attend_group(storage, tile, pages, page_lse)
 
     def settle(self, parts: list[Partial], heads: IntArray) -> Settled:
         """Join groups of pages in the order given; `heads` [n] names the KV head of each of their pages, in order."""
@@ -137,7 +150,7 @@ class NativeKernel:
         compiled, more own pages than a group holds, room for all candidates, or scores beyond float32.
         """
         n, heads = len(rows), layer.table.shape[2]
-        sinks = min(max(room.sinks - room.first_block, 0), n)
+        sinks = room.leading(n)
         if (
             not isinstance(digest, NativeDigest)
             or len(own.heads) > layer.group_pages

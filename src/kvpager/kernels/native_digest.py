@@ -71,7 +71,7 @@ class NativeDigest:
         chosen, ratio = np.empty((self._heads, n), np.bool_), np.empty((self._heads, n), np.float32)
         if n == 0:
             return Choice(chosen, ratio, 0.0)
-        sinks = min(max(room.sinks - room.first_block, 0), n)
+        sinks = room.leading(n)
         kept = min(sinks + room.recent, n)
         if kept > room.pages:
             raise InputError(f"pages: a budget of {room.pages} a KV head is less than its {kept} protected pages")
