@@ -216,6 +216,38 @@ class Pager:
         with transaction.guarded(self._state):
             return self._attend(step, sequence, layer, asked, factor, cap)
 
+    @changes
+    def attend_step(
+        self,
+        layer: int,
+        queries: npt.NDArray[Any],
+        keys: npt.NDArray[Any],
+        values: npt.NDArray[Any],
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> FloatArray:
+        """Write one layer's new keys and values of all sequences of the open step, and attend with their queries.
+
+        queries [query_heads, T, head_dim], keys and values [kv_heads, T, head_dim]: T counts the step's tokens,
+        sequence after sequence in the order that `begin` was given. Returns float32 [query_heads, T, head_dim]: what
+        `append` and `attend` give sequence by sequence, bit for bit. Raises as they do, and StepError without a step.
+        """
+        step = self._state.step
+        if step is None or step.counts is None:
+            raise StepError("attend_step: no step is open; begin one first")
+        counts = [step.counts[saved.sequence.id] for saved in step.saved]
+        for name, states in (("queries", queries), ("keys", keys), ("values", values)):
+            if np.ndim(states) != 3 or np.shape(states)[1] != sum(counts):
+                raise InputError(f"{name}: shape {np.shape(states)}; [heads, {sum(counts)}, head_dim] is the step's")
+        outputs = []
+        start = 0
+        for saved, count in zip(step.saved, counts, strict=True):
+            part = slice(start, start := start + count)
+            self.append(saved.sequence, layer, keys[:, part], values[:, part])
+            outputs.append(self.attend(saved.sequence, layer, queries[:, part], scale=scale, softcap=softcap).output)
+        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=1)
+
     def _attend(self, *arguments: Any) -> AttendResult:
         self._attending = True
         try:
