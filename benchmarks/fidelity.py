@@ -140,13 +140,13 @@ def paged(
     print(f"{kind}, budget {budget}: done", file=sys.stderr)
 
 
-def summary(points: list[Point]) -> dict[str, float]:
+def summary(points: list[Point]) -> dict[str, float | None]:
     """How well the estimate tells the true mass (errors in points of percent), and the divergence (by rank)."""
     estimated, true, kl = (np.array([getattr(point, name) for point in points]) for name in ("estimated", "true", "kl"))
     error = 100 * (estimated - true)
     return {
         "points": len(points),
-        "correlation": float(np.corrcoef(estimated, true)[0, 1]),
+        "correlation": float(np.corrcoef(estimated, true)[0, 1]) if estimated.std() and true.std() else None,
         "error_mean": float(error.mean()),
         "error_absolute_mean": float(np.abs(error).mean()),
         "error_worst": float(np.abs(error).max()),
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
         draw(points, options.plot)
 
 
-def report(points: list[Point], options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def report(points: list[Point], options: argparse.Namespace) -> dict[str, dict[str, float | None]]:
     """Summaries of all points and of each budget's; written with the points where that was asked for."""
     parts = {"all": points} | {
         f"budget {budget}": [point for point in points if point.budget == budget] for budget in options.budgets
