@@ -194,7 +194,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0], epilog=EXAMPLE)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--texts", default="book,echo,codes", help=f"of {', '.join(MARKS)} (default: all)")
-    parser.add_argument("--count", type=int, default=2, help="texts of each kind (default: 2)")
+    parser.add_argument("--count", type=int, default=1, help="texts of each kind (default: 1)")
     parser.add_argument("--budgets", default="240,480,1024", help="past tokens a KV head (default: 240,480,1024)")
     parser.add_argument("--prompt", type=int, default=1400, help="tokens of a prompt (default: 1400)")
     parser.add_argument("--answer", type=int, default=40, help="tokens of an answer (default: 40)")
