@@ -27,6 +27,8 @@ class Sequence:
         self.tokens: list[int] = []
         # token ids announced at `open`, for steps that bring none
         self.announced: list[int] = []
+        # what stands for the parent of its first block in chain keys
+        self.root = b""
         # chain keys of the leading blocks that may be found by others
         self.keys: list[bytes] = []
         # position from which blocks are approximate, and from which they stay private; None for nowhere
