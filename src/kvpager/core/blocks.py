@@ -33,7 +33,7 @@ class KeyMaker:
 
     @staticmethod
     def root(salt: bytes) -> bytes:
-        """What stands for the parent of a first block: b"" without a salt, else 32 bytes that no block has as its key."""
+        """What stands for the parent of a first block: b"" without a salt, else 32 bytes that are no block's key."""
         return hashlib.sha256(_fields(_FORMAT, b"salt", salt)).digest() if salt else b""
 
     def key(self, parent: bytes, tokens: bytes, approximate: bool) -> bytes:
@@ -132,6 +132,16 @@ class Blocks:
         row, _ = self._cached.popitem(last=False)
         self._forget(row)
         return True
+
+    def unname(self, row: int) -> None:
+        """Make a block unfindable: its pages are not what its name says. It is released once nobody holds it."""
+        if row in self._cached:
+            del self._cached[row]
+            self._forget(row)
+            return
+        entry = self._entries.pop(row, None)
+        if entry is not None and self._index.get(entry.key) == row:
+            del self._index[entry.key]
 
     def _forget(self, row: int) -> None:
         entry = self._entries.pop(row, None)

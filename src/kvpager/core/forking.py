@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvpager.core.pagetable import ABSENT
@@ -67,6 +69,7 @@ def fork(state: State, parent: Sequence) -> Sequence:
     child.approximate_from, child.private_from = parent.approximate_from, parent.private_from
     child.view = None if parent.view is None else parent.view.copy()
     child.tick = parent.tick
+    child.cost = replace(parent.cost)
     state.sequences[child.id] = child
     return child
 
