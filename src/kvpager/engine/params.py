@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as brief
 from typing import Any
 
 from kvpager.errors import InputError
@@ -22,7 +23,9 @@ GREEDY_BELOW = 1e-5  # temperatures below leave nothing to chance in float32
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens, when to stop, and what to tell. Raises InputError that names field, value and what is allowed.
+    """How to choose tokens, when to stop, and what to tell.
+
+    Raises InputError that names the field, its value and what is allowed.
 
     max_tokens          most tokens of the answer; None: as many as the model's context has room for
     min_tokens          end marks, `stop_token_ids` and `stop` are ruled out until so many tokens are there
@@ -83,7 +86,7 @@ class SamplingParams:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name}: {getattr(self, name)!r} is not True or False")
+                raise InputError(f"{name}: {brief(getattr(self, name))} is not True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MOST_LOGPROBS)
@@ -109,14 +112,14 @@ class SamplingParams:
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{name}: {value!r} is not a whole number")
+        raise InputError(f"{name}: {brief(value)} is not a whole number")
     if not low <= value <= high:
         raise InputError(f"{name}: {_short(value)} is not in {low}..{high}")
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{name}: {value!r} is not a number")
+        raise InputError(f"{name}: {brief(value)} is not a number")
     if not low <= value <= high or (above and value == low):  # NaN is in no range
         allowed = f"above {low:g} and at most {high:g}" if above else f"in {low:g}..{high:g}"
         raise InputError(f"{name}: {_short(value)} is not {allowed}")
@@ -154,7 +157,7 @@ def _stops(value: object) -> tuple[str, ...]:
     stops = _listed("stop", [value] if isinstance(value, str) else value)
     for stop in stops:
         if not isinstance(stop, str):
-            raise InputError(f"stop: {stop!r} is not text")
+            raise InputError(f"stop: {brief(stop)} is not text")
         if not 1 <= len(stop) <= MOST_STOP_CHARACTERS:
             raise InputError(f"stop: a text of {len(stop)} characters is not of 1..{MOST_STOP_CHARACTERS}")
     return stops

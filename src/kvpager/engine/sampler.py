@@ -46,7 +46,7 @@ class Sampled(NamedTuple):
 
     token: int
     logprob: float | None = None
-    top: list[tuple[int, float]] = []  # noqa: RUF012 - a default that is never changed
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class SampleState:
@@ -171,7 +171,8 @@ class Sampler:
         assert logits.shape == (len(states), self.vocabulary), f"logits {tuple(logits.shape)} for {len(states)} rows"
         rows: Row = logits.detach().float().cpu().numpy()
         best = rows.argmax(axis=1)
-        return [self._one(row, int(top), state) for row, top, state in zip(rows, best, states, strict=True)]
+        with np.errstate(over="ignore"):  # differences of the largest floats
+            return [self._one(row, int(top), state) for row, top, state in zip(rows, best, states, strict=True)]
 
     def _one(self, row: Row, best: int, state: SampleState) -> Sampled | SampleError:
         # argmax takes the first NaN for the largest, so that one look at it tells
@@ -204,14 +205,15 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> 
     `top` likeliest tokens are told beside. A row with NaN or infinity has a SampleError in its place.
     """
     rows: Row = logits.detach().float().cpu().numpy()
-    found: list[Sampled | SampleError] = []
-    for row, token in zip(rows, token_ids, strict=True):
-        best = int(row.argmax())
-        if np.isfinite(row[best]):
-            found.append(_Distribution(row, best).sampled(token, top))
-        else:
-            found.append(SampleError(f"logits: {_what(row)}; they give no probabilities"))
-    return found
+    with np.errstate(over="ignore"):
+        return [_told(row, token, top) for row, token in zip(rows, token_ids, strict=True)]
+
+
+def _told(row: Row, token: int, top: int) -> Sampled | SampleError:
+    best = int(row.argmax())
+    if np.isfinite(row[best]):
+        return _Distribution(row, best).sampled(token, top)
+    return SampleError(f"logits: {_what(row)}; they give no probabilities")
 
 
 class _Distribution:
@@ -224,7 +226,7 @@ class _Distribution:
 
     def sampled(self, token: int, top: int) -> Sampled:
         likeliest = leading(self._row, self._best, top)[:top] if top else NONE
-        return Sampled(token, self._logprob(token), [(int(other), self._logprob(other)) for other in likeliest])
+        return Sampled(token, self._logprob(token), tuple((int(other), self._logprob(other)) for other in likeliest))
 
     def _logprob(self, token: int) -> float:
         return float(self._row[token]) - self._log_total
