@@ -13,7 +13,7 @@ __all__ = ["Saved", "Sequence", "Step"]
 
 
 class Sequence:
-    """One sequence of a pager: opaque but for `id`, `length` (committed tokens) and `closed`."""
+    """One sequence of a pager: opaque but for `id`, `length` (committed tokens), `closed` and `parked`."""
 
     def __init__(self, number: int, owner: object, layers: int) -> None:
         self.id = number
@@ -35,6 +35,13 @@ class Sequence:
         # discard mode: bool [blocks, layers, heads], the pages that this sequence still sees
         self.view: BoolArray | None = None
         self.tick = 0
+        # while it is parked: the slots in swap of its open pages' pieces, [layers * heads * k] or none; else None
+        self.stash: IntArray | None = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether its pages have left the pool until `unpark`."""
+        return self.stash is not None
 
     @property
     def rows(self) -> IntArray:
@@ -55,7 +62,8 @@ class Sequence:
         return self._rows[first:stop]
 
     def __repr__(self) -> str:
-        return f"Sequence(id={self.id}, length={self.length}{', closed' if self.closed else ''})"
+        state = ", closed" if self.closed else ", parked" if self.parked else ""
+        return f"Sequence(id={self.id}, length={self.length}{state})"
 
 
 @dataclass(frozen=True)
