@@ -5,6 +5,9 @@
     KVPagerError
     |-- ConfigError (ValueError)          a setting is out of its range; names the field
     |-- InputError (ValueError)           an argument has a wrong shape, dtype or value
+    |   `-- RequestTooLarge               a request that could never be served, whatever else runs
+    |-- QueueFull (RuntimeError)          as many requests wait already as the engine allows
+    |-- EngineStopped (RuntimeError)      the engine was closed
     |-- SequenceError (ValueError)        a sequence that is closed, or another pager's
     |-- StepError (RuntimeError)          append, attend, commit or rollback out of order
     |-- ThreadError (RuntimeError)        a call from a thread that does not own the pager
@@ -27,9 +30,12 @@ of kvpager itself is an ``AssertionError`` and never one of these.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "CacheMismatch",
     "ConfigError",
+    "EngineStopped",
     "InputError",
     "KVPagerError",
     "MissingDependency",
@@ -39,6 +45,8 @@ __all__ = [
     "ModelTooLarge",
     "PageLost",
     "PoolExhausted",
+    "QueueFull",
+    "RequestTooLarge",
     "SampleError",
     "SequenceError",
     "StepError",
@@ -61,6 +69,18 @@ class InputError(KVPagerError, ValueError):
     """An argument has a wrong shape, dtype or value; the message names it and what is allowed."""
 
 
+class RequestTooLarge(InputError):
+    """A request that could never be served, however little else runs; the message says its size and the limit."""
+
+
+class QueueFull(KVPagerError, RuntimeError):
+    """As many requests wait already as the engine allows: try again later."""
+
+
+class EngineStopped(KVPagerError, RuntimeError):
+    """The engine was closed."""
+
+
 class SequenceError(KVPagerError, ValueError):
     """The sequence is closed, or belongs to another pager."""
 
@@ -78,7 +98,18 @@ class PoolExhausted(KVPagerError, RuntimeError):
 
 
 class PageLost(KVPagerError, RuntimeError):
-    """A live page could not be read back from swap: it is missing or its checksum differs."""
+    """A live page could not be read back from swap: it is missing or its checksum differs.
+
+    slots      those of swap that hold no page or another one, where swap says which
+    rows       the blocks whose pages those are, from the pager on
+    sequences  the ids of all sequences that hold such a block; `Pager.open` doesn't find these blocks any more
+    """
+
+    def __init__(self, message: str, slots: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.slots = tuple(slots)
+        self.rows: tuple[int, ...] = ()
+        self.sequences: tuple[int, ...] = ()
 
 
 class SwapError(KVPagerError, RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape, PagerConfig
-from kvpager.core import books, forking, transaction
+from kvpager.core import books, forking, parking, transaction
 from kvpager.core.attention import AttendResult, TileEvent
 from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
 from kvpager.core.guards import changes, owned
@@ -61,8 +61,8 @@ class Pager:
     # -- sequences
 
     @changes
-    def open(self, token_ids: Iterable[int] | None = None) -> Sequence:
-        """A new sequence.
+    def open(self, token_ids: Iterable[int] | None = None, salt: bytes = b"") -> Sequence:
+        """A new sequence. What was computed under another `salt` (a tenant's, say) is never shared with it.
 
         With `token_ids` (the prompt), full blocks that are already held for its beginning are shared, at
         least the last token being left to compute: `length` says how many tokens were found. The rest of
@@ -71,7 +71,9 @@ class Pager:
         """
         self._check_up()
         tokens = None if token_ids is None else token_list("token_ids", token_ids)
-        return forking.open_sequence(self._state, tokens)
+        if not isinstance(salt, bytes):
+            raise InputError(f"salt: expected bytes, got {type(salt).__name__}")
+        return forking.open_sequence(self._state, tokens, salt)
 
     @changes
     def fork(self, sequence: Sequence) -> Sequence:
@@ -116,6 +118,33 @@ class Pager:
         if not sequence.closed:
             transaction.close(self._state, sequence)
 
+    @changes
+    def park(self, sequence: Sequence) -> None:
+        """Let a sequence wait without frames: its pages go to swap, and those that no other running one holds leave.
+
+        Until `unpark` it can only be closed and looked at; steps with it, `fork` and `crop` raise SequenceError. What
+        it gives afterwards is the same, bit for bit. An open step is rolled back first. Raises SwapError with nothing
+        changed, and ConfigError in discard mode, which has no swap. Harmless for a sequence that is parked.
+        """
+        if self.config.mode == "discard":
+            raise ConfigError("mode: 'discard' has no swap to park a sequence in; use 'recall'")
+        self._check_sequence(sequence)
+        if not sequence.parked:
+            self._settled(sequence, "park")
+            parking.park(self._state, sequence)
+
+    @changes
+    def unpark(self, sequence: Sequence) -> None:
+        """Let a parked sequence run again: its open pages come back into frames, the others when they are wanted.
+
+        Raises PoolExhausted, SwapError or PageLost with nothing changed. An open step is rolled back first. Harmless
+        for a sequence that is not parked.
+        """
+        self._check_sequence(sequence)
+        if sequence.parked:
+            self.rollback()
+            parking.unpark(self._state, sequence)
+
     # -- steps
 
     @changes
@@ -137,7 +166,7 @@ class Pager:
                 f"counts: {len(growth)} counts for {len(chosen)} sequences; give one for each, at least one"
             )
         for sequence in chosen:
-            self._check_sequence(sequence)
+            self._check_running(sequence, "begin")
         if len({sequence.id for sequence in chosen}) != len(chosen):
             raise InputError("sequences: a sequence stands twice in the step")
         ids = [] if token_ids is None else step_tokens(token_ids, growth)
@@ -157,7 +186,7 @@ class Pager:
         the layer that has had least. Raises PoolExhausted or SwapError; a step in which that happens can only be
         rolled back, and outside a step it has been.
         """
-        self._check_sequence(sequence)
+        self._check_running(sequence, "append")
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.kv_heads, None, self.shape.head_dim)
         layout, dtype = "[kv_heads, tokens, head_dim]", self.shape.dtype
@@ -194,7 +223,7 @@ class Pager:
 
         Raises PageLost, PoolExhausted or SwapError; a step in which that happens can only be rolled back.
         """
-        self._check_sequence(sequence)
+        self._check_running(sequence, "attend")
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.query_heads, None, self.shape.head_dim)
         asked = floats("queries", queries, dims, "[query_heads, tokens, head_dim]")
@@ -286,7 +315,7 @@ class Pager:
 
         Absent pages are read back. Raises InputError when pages of these positions were discarded.
         """
-        self._check_sequence(sequence)
+        self._check_running(sequence, "read")
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         end = int(sequence.filled[layer])
         stop = end if stop is None else whole("stop", stop, 1, end)
@@ -311,6 +340,11 @@ class Pager:
         return self._state.attender.observers
 
     @property
+    def frames(self) -> int:
+        """The pool's size, in frames."""
+        return self._state.pool.frames
+
+    @property
     def group_pages(self) -> int:
         """Pages that one partial attention covers: the setting, or what was chosen for the shape."""
         return self._state.group_pages
@@ -323,6 +357,19 @@ class Pager:
         """
         whole("sequences", sequences, 1, 2**31 - 1)
         return self._state.minimum_frames(sequences, None if tokens is None else whole("tokens", tokens, 1, 2**40))
+
+    @owned
+    def step_frames(self, growth: Mapping[Sequence, int]) -> int:
+        """The frames without which a step cannot run that adds so many tokens to these sequences (0: it only waits).
+
+        All other open sequences are counted with what they hold now; parked ones only where `growth` names them, as if
+        they were back. The pool has `stats().frames`.
+        """
+        counts = {}
+        for sequence, count in growth.items():
+            self._check_sequence(sequence)
+            counts[sequence.id] = whole("growth", count, 0, 2**31 - 1)
+        return transaction.frames_needed(self._state, counts)
 
     @owned
     def stats(self) -> PagerStats:
@@ -388,8 +435,13 @@ class Pager:
                 "append to every layer first"
             )
 
-    def _settled(self, sequence: Sequence, call: str) -> None:
+    def _check_running(self, sequence: Sequence, call: str) -> None:
         self._check_sequence(sequence)
+        if sequence.parked:
+            raise SequenceError(f"{call}: sequence {sequence.id} is parked; unpark it first")
+
+    def _settled(self, sequence: Sequence, call: str) -> None:
+        self._check_running(sequence, call)
         self.rollback()
         self._check_sequence(sequence)
         self._check_even(sequence, call)

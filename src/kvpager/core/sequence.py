@@ -9,11 +9,38 @@ import numpy as np
 
 from kvpager.ports import BoolArray, IntArray, Rows
 
-__all__ = ["Saved", "Sequence", "Step"]
+__all__ = ["Cost", "Saved", "Sequence", "Step"]
+
+
+@dataclass
+class Cost:
+    """What a sequence has taken, rolled back steps included; a fork goes on from its parent's.
+
+    tiles            tiles attended, over all layers
+    pages_attended   pages that they attended to
+    recalls          pages that were read back for them
+    evictions        pages of its blocks that left the pool while it held them, whoever needed the frames; counted
+                     when it is closed
+    coverage_sum     sum over tiles of the estimated share of attention that their selection kept
+    """
+
+    tiles: int = 0
+    pages_attended: int = 0
+    recalls: int = 0
+    evictions: int = 0
+    coverage_sum: float = 0.0
+
+    def add(self, other: Cost) -> None:
+        """Count what another sequence of the same tokens has taken."""
+        self.tiles += other.tiles
+        self.pages_attended += other.pages_attended
+        self.recalls += other.recalls
+        self.evictions += other.evictions
+        self.coverage_sum += other.coverage_sum
 
 
 class Sequence:
-    """One sequence of a pager: opaque but for `id`, `length` (committed tokens) and `closed`."""
+    """One sequence of a pager: opaque but for `id`, `length` (committed tokens), `closed` and `parked`."""
 
     def __init__(self, number: int, owner: object, layers: int) -> None:
         self.id = number
@@ -27,6 +54,8 @@ class Sequence:
         self.tokens: list[int] = []
         # token ids announced at `open`, for steps that bring none
         self.announced: list[int] = []
+        # what stands for the parent of its first block in chain keys
+        self.root = b""
         # chain keys of the leading blocks that may be found by others
         self.keys: list[bytes] = []
         # position from which blocks are approximate, and from which they stay private; None for nowhere
@@ -35,6 +64,14 @@ class Sequence:
         # discard mode: bool [blocks, layers, heads], the pages that this sequence still sees
         self.view: BoolArray | None = None
         self.tick = 0
+        self.cost = Cost()
+        # while it is parked: the slots in swap of its open pages' pieces, [layers * heads * k] or none; else None
+        self.stash: IntArray | None = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether its pages have left the pool until `unpark`."""
+        return self.stash is not None
 
     @property
     def rows(self) -> IntArray:
@@ -55,7 +92,8 @@ class Sequence:
         return self._rows[first:stop]
 
     def __repr__(self) -> str:
-        return f"Sequence(id={self.id}, length={self.length}{', closed' if self.closed else ''})"
+        state = ", closed" if self.closed else ", parked" if self.parked else ""
+        return f"Sequence(id={self.id}, length={self.length}{state})"
 
 
 @dataclass(frozen=True)

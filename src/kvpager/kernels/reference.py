@@ -105,6 +105,7 @@ class ReferenceStorage:
         self._values = np.zeros((frames, width), stored)
         self.page_bytes = shape.page_bytes(page_size)
         self.nbytes = self._keys.nbytes + self._values.nbytes
+        self.memory: Bytes | None = None
 
     def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
         """Store tokens `offset`.. of each frame's page; keys and values are float32 [n, tokens, D]."""
@@ -148,6 +149,14 @@ class ReferenceStorage:
 
     def finish(self, frames: IntArray) -> None:
         """Nothing is held beside frames."""
+
+    def suspend(self, frames: IntArray) -> Bytes:
+        """The bytes of open pages, uint8 [n, page_bytes]."""
+        return self.dump(frames)
+
+    def resume(self, frames: IntArray, pieces: Bytes) -> None:
+        """Frames hold these pages again, uint8 [n, page_bytes]."""
+        self.load(frames, pieces)
 
 
 def _to_bf16(plain: FloatArray) -> npt.NDArray[np.uint16]:

@@ -1,5 +1,6 @@
 // Frames, attention over them and its joining, for Python. Every size and index is checked here.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <cmath>
@@ -108,6 +109,13 @@ void finish(Frames& self, nb::handle frames) {
   self.finish(at.data(), at.size(0));
 }
 
+void held(const Frames& self, nb::handle frames, nb::handle held) {
+  const Ints at(frames, "frames", {-1});
+  Array<uint8_t> to(held, "held", {at.size(0)});
+  check_range(at, "frames", self.count());
+  self.held(at.data(), at.size(0), to.data());
+}
+
 void check_pages(const Frames& frames, const Ints& at, const Ints& heads, const Ints& starts, const Ints& counts,
                  int64_t kv_heads) {
   check_range(at, "frames", frames.count());
@@ -209,6 +217,13 @@ void settle(nb::list parts, nb::handle heads, int64_t kv_heads, nb::handle outpu
   if (!done) throw std::bad_alloc();
 }
 
+// The bytes of all frames, [frames][page_bytes]; the array keeps the frames alive.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> memory(nb::handle self) {
+  Frames& frames = nb::cast<Frames&>(self);
+  const FrameView view = frames.view();
+  return {view.frames, {static_cast<size_t>(frames.count()), view.layout.page_bytes}, self};
+}
+
 int64_t page_bytes(const Frames& frames) { return static_cast<int64_t>(frames.layout().page_bytes); }
 
 }  // namespace
@@ -220,12 +235,14 @@ void bind_attention(nb::module_& module) {
       .def_prop_ro("count", &Frames::count)
       .def_prop_ro("page_bytes", &page_bytes)
       .def_prop_ro("nbytes", &Frames::nbytes)
+      .def_prop_ro("memory", &memory)
       .def("write", &write, nb::arg("frames"), nb::arg("offset"), nb::arg("keys"), nb::arg("values"))
       .def("read", &read, nb::arg("frames"), nb::arg("counts").none(), nb::arg("keys"), nb::arg("values"))
       .def("load", &load, nb::arg("frames"), nb::arg("pages"))
       .def("dump", &dump, nb::arg("frames"), nb::arg("pages"))
       .def("copy", &copy, nb::arg("source"), nb::arg("target"))
-      .def("finish", &finish, nb::arg("frames"));
+      .def("finish", &finish, nb::arg("frames"))
+      .def("held", &held, nb::arg("frames"), nb::arg("held"));
   module.def("attend", &attend, nb::arg("storage"), nb::arg("frames"), nb::arg("heads"), nb::arg("starts"),
              nb::arg("counts"), nb::arg("kv_heads"), nb::arg("queries"), nb::arg("start"), nb::arg("scale"),
              nb::arg("window"), nb::arg("softcap"), nb::arg("output"), nb::arg("lse"), nb::arg("page_lse").none(),
