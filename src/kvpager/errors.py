@@ -5,6 +5,9 @@
     KVPagerError
     |-- ConfigError (ValueError)          a setting is out of its range; names the field
     |-- InputError (ValueError)           an argument has a wrong shape, dtype or value
+    |   `-- RequestTooLarge               a request that could never run; says its size and the limit
+    |-- QueueFull (RuntimeError)          as many requests are waiting as may
+    |-- EngineStopped (RuntimeError)      the engine was stopped, or has failed
     |-- SequenceError (ValueError)        a sequence that is closed, or another pager's
     |-- StepError (RuntimeError)          append, attend, commit or rollback out of order
     |-- ThreadError (RuntimeError)        a call from a thread that does not own the pager
@@ -29,6 +32,7 @@ from __future__ import annotations
 __all__ = [
     "CacheMismatch",
     "ConfigError",
+    "EngineStopped",
     "InputError",
     "KVPagerError",
     "MissingDependency",
@@ -38,6 +42,8 @@ __all__ = [
     "ModelTooLarge",
     "PageLost",
     "PoolExhausted",
+    "QueueFull",
+    "RequestTooLarge",
     "SequenceError",
     "StepError",
     "SwapError",
@@ -57,6 +63,18 @@ class ConfigError(KVPagerError, ValueError):
 
 class InputError(KVPagerError, ValueError):
     """An argument has a wrong shape, dtype or value; the message names it and what is allowed."""
+
+
+class RequestTooLarge(InputError):
+    """A request that could never run; the message says its size and the limit."""
+
+
+class QueueFull(KVPagerError, RuntimeError):
+    """As many requests are waiting as may; try again later."""
+
+
+class EngineStopped(KVPagerError, RuntimeError):
+    """The engine was stopped, or has failed, and takes no requests."""
 
 
 class SequenceError(KVPagerError, ValueError):
