@@ -5,9 +5,9 @@
     KVPagerError
     |-- ConfigError (ValueError)          a setting is out of its range; names the field
     |-- InputError (ValueError)           an argument has a wrong shape, dtype or value
-    |   `-- RequestTooLarge               a request that could never run; says its size and the limit
-    |-- QueueFull (RuntimeError)          as many requests are waiting as may
-    |-- EngineStopped (RuntimeError)      the engine was stopped, or has failed
+    |   `-- RequestTooLarge               a request that could never be served, whatever else runs
+    |-- QueueFull (RuntimeError)          as many requests wait already as the engine allows
+    |-- EngineStopped (RuntimeError)      the engine was closed
     |-- SequenceError (ValueError)        a sequence that is closed, or another pager's
     |-- StepError (RuntimeError)          append, attend, commit or rollback out of order
     |-- ThreadError (RuntimeError)        a call from a thread that does not own the pager
@@ -16,6 +16,7 @@
     |-- SwapError (RuntimeError)          swap could not be opened or written
     |   `-- SwapFull                      swap has reached its limit, or the disk is full
     |-- CacheMismatch (RuntimeError)      a cache and an attention that don't belong together
+    |-- SampleError (RuntimeError)        no token can be chosen from a row of logits
     |-- UnsupportedModel (ValueError)     an architecture that kvpager can't page
     |-- ModelError (RuntimeError)         a model could not be loaded
     |   |-- ModelNotFound                 nothing is there
@@ -28,6 +29,8 @@ of kvpager itself is an ``AssertionError`` and never one of these.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 __all__ = [
     "CacheMismatch",
@@ -44,6 +47,7 @@ __all__ = [
     "PoolExhausted",
     "QueueFull",
     "RequestTooLarge",
+    "SampleError",
     "SequenceError",
     "StepError",
     "SwapError",
@@ -66,15 +70,15 @@ class InputError(KVPagerError, ValueError):
 
 
 class RequestTooLarge(InputError):
-    """A request that could never run; the message says its size and the limit."""
+    """A request that could never be served, however little else runs; the message says its size and the limit."""
 
 
 class QueueFull(KVPagerError, RuntimeError):
-    """As many requests are waiting as may; try again later."""
+    """As many requests wait already as the engine allows: try again later."""
 
 
 class EngineStopped(KVPagerError, RuntimeError):
-    """The engine was stopped, or has failed, and takes no requests."""
+    """The engine was closed."""
 
 
 class SequenceError(KVPagerError, ValueError):
@@ -94,7 +98,16 @@ class PoolExhausted(KVPagerError, RuntimeError):
 
 
 class PageLost(KVPagerError, RuntimeError):
-    """A live page could not be read back from swap: it is missing or its checksum differs."""
+    """A live page could not be read back from swap: it is missing or its checksum differs.
+
+    slots   those of swap that hold no page or another one
+    rows    the blocks whose pages those are, once the pager has looked (Pager.forget takes it from there)
+    """
+
+    def __init__(self, message: str, slots: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.slots = tuple(slots)
+        self.rows: tuple[int, ...] = ()
 
 
 class SwapError(KVPagerError, RuntimeError):
@@ -107,6 +120,10 @@ class SwapFull(SwapError):
 
 class CacheMismatch(KVPagerError, RuntimeError):
     """A PagerCache was used with another attention, or kvpager's attention with another cache."""
+
+
+class SampleError(KVPagerError, RuntimeError):
+    """No token can be chosen: the logits hold NaN or infinity, or everything is ruled out; the message says which."""
 
 
 class UnsupportedModel(KVPagerError, ValueError):
