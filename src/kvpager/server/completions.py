@@ -1,4 +1,4 @@
-"""From a request for a completion to its answer: prompts to tokens, into the engine, and back as one whole or a stream."""
+"""From a request for a completion to its answer: prompts to tokens, into the engine, back as one whole or a stream."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _STATUS_CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
 }
-_FIELD = re.compile(r"(\w+)[^:]{0,40}: ")
+_FIELD = re.compile(r"(\w+)(?: of [^:]{1,30})?: ")
 
 
 class ApiError(HTTPException):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvpager.engine.async_engine import AsyncEngine
@@ -33,7 +33,7 @@ class ServiceOptions:
 
     names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     allowed_origins: tuple[str, ...] = ()
     log_prompts: bool = False
     request_seconds: float | None = None
@@ -105,9 +105,8 @@ class Service:
         if name is None or name in self.options.names:
             return name or self.options.names[0]
         known = ", ".join(self.options.names)
-        raise ApiError(
-            404, f"There is no model {name[:100]!r}; this server has {known}.", param="model", code="model_not_found"
-        )
+        text = f"There is no model {name[:100]!r}; this server has {known}."
+        raise ApiError(404, text, param="model", code="model_not_found")
 
     def require_fit(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, param: str) -> None:
         """Raise ApiError (400) for a prompt that is empty, or too long with the answer; InputError for too many."""

@@ -72,6 +72,7 @@ class EventStream(Response):
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they are made."""
         try:
             with suppress(ClientGone):
                 await unless_gone(receive, self._send(send))
