@@ -10,7 +10,7 @@ import numpy as np
 from kvpager.core.pagetable import ABSENT
 from kvpager.core.sequence import Saved, Sequence, Step
 from kvpager.core.state import State
-from kvpager.errors import StepError
+from kvpager.errors import PageLost, StepError
 from kvpager.ports import FloatArray, IntArray
 
 __all__ = ["begin", "close", "commit", "frames_needed", "free_unseen", "guarded", "implicit", "rollback", "write"]
@@ -19,13 +19,16 @@ __all__ = ["begin", "close", "commit", "frames_needed", "free_unseen", "guarded"
 def frames_needed(state: State, growth: dict[int, int]) -> int:
     """The frames without which a step that adds `growth` tokens (by sequence id) cannot run.
 
-    Recall: the open pages of all live sequences, those that the step opens, and one group.
+    Recall: the open pages of all live sequences, those that the step opens, and one group. Parked sequences are left
+    out, unless they are among `growth`: then they count as if they were back.
     Discard: what the views may hold, and one layer's incoming chunk.
     """
     config, shape = state.config, state.shape
     size, block = config.page_size, shape.layers * shape.kv_heads
     needed = longest = 0
     for sequence in state.sequences.values():
+        if sequence.parked and sequence.id not in growth:
+            continue
         more = growth.get(sequence.id, 0)
         total = -(-(sequence.length + more) // size)
         if config.mode == "discard":
@@ -214,13 +217,22 @@ def _empty_ahead(state: State, sequence: Sequence) -> None:
 
 @contextmanager
 def guarded(state: State) -> Iterator[None]:
-    """Mark the open step as failed when a call inside it fails half-way."""
+    """Mark the open step as failed when a call inside it fails half-way; lost pages are told by sequence."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, PageLost):
+            _blame(state, error)
         if state.step is not None:
             state.step.failed = True
         raise
+
+
+def _blame(state: State, lost: PageLost) -> None:
+    """Name the sequences that hold lost pages, and let nobody else find them. Before a rollback, which changes rows."""
+    lost.sequences = tuple(one.id for one in state.sequences.values() if np.isin(one.rows, lost.rows).any())
+    for row in lost.rows:
+        state.blocks.unname(row)
 
 
 @contextmanager
@@ -239,12 +251,17 @@ def close(state: State, sequence: Sequence) -> None:
     """Let go of all blocks of a sequence."""
     sequence.closed = True
     del state.sequences[sequence.id]
+    sequence.cost.evictions += state.table.evictions(sequence.rows)
     # what is cached last is reclaimed last: leading blocks are worth most, so they are let go of last
     for row in sequence.rows[::-1].tolist():
         state.blocks.drop(row)
     if sequence.view is not None:
         free_unseen(state, sequence.rows)
     sequence.rows = sequence.rows[:0]
+    if sequence.stash is not None:
+        assert state.swap is not None
+        state.swap.free(sequence.stash)
+        sequence.stash = None
 
 
 def free_unseen(state: State, rows: IntArray) -> None:
