@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,12 @@ from kvpager.engine.text import TextState, decoder
 from kvpager.errors import InputError, QueueFull
 
 VOCABULARY = 260
+
+
+@dataclass
+class FakeStats:
+    running: int
+    steps: int
 
 
 class FakeEngine:
@@ -117,8 +123,8 @@ class FakeEngine:
             del self.requests[name]
         return outputs
 
-    def stats(self) -> Any:
-        return SimpleNamespace(running=len(self.requests), steps=self.steps)
+    def stats(self) -> FakeStats:
+        return FakeStats(len(self.requests), self.steps)
 
     def check(self) -> None:
         assert not self.broken, "the books don't balance"

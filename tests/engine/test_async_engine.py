@@ -194,7 +194,8 @@ def test_an_engine_whose_books_do_not_balance_stops_and_says_so() -> None:
             fake.gate.set()
             with pytest.raises(EngineStopped, match="the books don't balance"):
                 await collected(stream)
-            assert engine.health.state == "failed" and not engine.health.alive
+            assert engine.health.state == "failed"
+            assert not engine.health.alive
             with pytest.raises(EngineStopped):
                 await engine.submit("b", PROMPT, params())
             with pytest.raises(EngineStopped):

@@ -19,5 +19,3 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def live(folder: str) -> Iterator[LiveServer]:
     with real_server(folder) as server:
         yield server
-
-

@@ -105,7 +105,9 @@ class LiveServer:
     def raw(self, path: str, body: dict[str, Any]) -> socket.socket:
         """A connection on which a request was sent, for clients that behave badly."""
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
         connection.sendall(head.encode() + data)
         return connection
@@ -151,7 +153,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     body = answer.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert isinstance(body["error"]["message"], str) and body["error"]["message"]
+    assert isinstance(body["error"]["message"], str)
+    assert body["error"]["message"]
     assert isinstance(body["error"]["type"], str)
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-request-id"]

@@ -20,11 +20,14 @@ def hello(**more: Any) -> dict[str, Any]:
 
 def test_a_chat_has_the_shape_that_clients_expect(live: LiveServer) -> None:
     answer = live.chat(max_tokens=5, temperature=0)
-    assert answer["object"] == "chat.completion" and answer["model"] == NAME
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == NAME
     (choice,) = answer["choices"]
-    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "length"
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
     usage = answer["usage"]
-    assert usage["completion_tokens"] == 5 and usage["total_tokens"] == 5 + usage["prompt_tokens"]
+    assert usage["completion_tokens"] == 5
+    assert usage["total_tokens"] == 5 + usage["prompt_tokens"]
     assert set(answer["kvpager"]) == {
         "pages_attended",
         "pages_recalled",
@@ -54,9 +57,12 @@ def test_echo_shows_the_prompt_with_its_log_probabilities(live: LiveServer) -> N
     assert choice["text"] == "hi there" + plain
     told = choice["logprobs"]
     assert len(told["tokens"]) == answer["usage"]["total_tokens"] == len(told["text_offset"])
-    assert told["token_logprobs"][0] is None and all(value < 0 for value in told["token_logprobs"][1:])
-    assert told["top_logprobs"][0] is None and all(2 <= len(top) <= 3 for top in told["top_logprobs"][1:])
-    assert told["text_offset"][:4] == [0, 1, 2, 3] and "".join(told["tokens"]).startswith("hi there")
+    assert told["token_logprobs"][0] is None
+    assert all(value < 0 for value in told["token_logprobs"][1:])
+    assert told["top_logprobs"][0] is None
+    assert all(2 <= len(top) <= 3 for top in told["top_logprobs"][1:])
+    assert told["text_offset"][:4] == [0, 1, 2, 3]
+    assert "".join(told["tokens"]).startswith("hi there")
     alone = live.complete("hi there", max_tokens=0, echo=True, logprobs=0)
     assert alone["choices"][0]["text"] == "hi there"
     assert alone["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
@@ -85,7 +91,8 @@ def test_settings_reach_the_engine(live: LiveServer) -> None:
     biased = live.complete("x", max_tokens=4, temperature=0, logit_bias={"40": 100})
     assert biased["choices"][0]["text"] == tokenizer().decode([40]) * 4
     stopped = live.complete("x", max_tokens=4, temperature=0, logit_bias={"40": 100}, stop_token_ids=[40])
-    assert stopped["choices"][0]["finish_reason"] == "stop" and stopped["choices"][0]["stop_reason"] == 40
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["choices"][0]["stop_reason"] == 40
     least = live.complete("x", max_tokens=4, temperature=0, logit_bias={"1": 100}, min_tokens=3)
     assert least["usage"]["completion_tokens"] >= 3
     assert live.complete("x", max_tokens=2, logit_bias={"1": 100})["choices"][0]["finish_reason"] == "stop"
@@ -96,7 +103,12 @@ def test_settings_reach_the_engine(live: LiveServer) -> None:
 def test_json_is_written_where_it_is_asked_for(live: LiveServer) -> None:
     import json
 
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
     (choice,) = live.chat(max_tokens=60, response_format=form, seed=3)["choices"]
     assert json.loads(choice["message"]["content"])["a"] in ("x", "y")
@@ -105,10 +117,13 @@ def test_json_is_written_where_it_is_asked_for(live: LiveServer) -> None:
 
 def test_models_are_listed_and_found(live: LiveServer) -> None:
     (card,) = live.client.get("/v1/models").json()["data"]
-    assert card["id"] == NAME and card["object"] == "model" and card["max_model_len"] == CONTEXT
+    assert card["id"] == NAME
+    assert card["object"] == "model"
+    assert card["max_model_len"] == CONTEXT
     assert live.client.get(f"/v1/models/{NAME}").json() == card
     answer = live.client.get("/v1/models/other/one")
-    assert answer.status_code == 404 and error_of(answer)["code"] == "model_not_found"
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "model_not_found"
 
 
 def test_text_and_tokens_go_both_ways(live: LiveServer) -> None:
@@ -117,7 +132,8 @@ def test_text_and_tokens_go_both_ways(live: LiveServer) -> None:
     assert answer["max_model_len"] == CONTEXT
     assert live.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "thé 😀"}
     unknown = live.post("/detokenize", {"tokens": [99999]})
-    assert unknown.status_code == 400 and error_of(unknown)["param"] == "tokens"
+    assert unknown.status_code == 400
+    assert error_of(unknown)["param"] == "tokens"
     both = live.post("/tokenize", {"prompt": "a", "messages": []})
     assert both.status_code == 400
     chat = live.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
@@ -129,7 +145,8 @@ def test_watchers_get_their_answers(live: LiveServer) -> None:
     assert live.client.get("/ready").status_code == 200
     assert live.client.get("/version").json() == {"version": __version__}
     stats = live.client.get("/stats").json()
-    assert stats["running"] == stats["waiting"] == 0 and stats["pager"]["sequences"] == 0
+    assert stats["running"] == stats["waiting"] == 0
+    assert stats["pager"]["sequences"] == 0
 
 
 BAD = {
@@ -222,7 +239,8 @@ def test_another_models_name_is_not_found(live: LiveServer) -> None:
 def test_other_errors_have_the_same_shape(live: LiveServer) -> None:
     assert error_of(live.client.get("/nowhere"))["code"] == "not_found"
     wrong = live.client.get(CHAT)
-    assert wrong.status_code == 405 and error_of(wrong)["code"] == "method_not_allowed"
+    assert wrong.status_code == 405
+    assert error_of(wrong)["code"] == "method_not_allowed"
     assert wrong.headers["allow"] == "POST"
     as_json = {"Content-Type": "application/json"}
     for content in (b"", b"{", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}"):
@@ -230,9 +248,11 @@ def test_other_errors_have_the_same_shape(live: LiveServer) -> None:
         assert broken.status_code == 400, (content[:20], broken.text)
         error_of(broken)
     other = live.client.post(TEXT, content=b"prompt=a", headers={"Content-Type": "application/x-www-form-urlencoded"})
-    assert other.status_code == 415 and error_of(other)["code"] == "unsupported_media_type"
+    assert other.status_code == 415
+    assert error_of(other)["code"] == "unsupported_media_type"
     infinite = live.client.post(TEXT, content=b'{"prompt": "a", "temperature": NaN}', headers=as_json)
-    assert infinite.status_code == 400 and error_of(infinite)["param"] == "temperature"
+    assert infinite.status_code == 400
+    assert error_of(infinite)["param"] == "temperature"
     lone = live.client.post(TEXT, content=b'{"prompt": "a", "model": "\\ud800"}', headers=as_json)
     assert lone.status_code in (400, 404)
     error_of(lone)
@@ -251,12 +271,14 @@ def test_a_fault_of_ours_is_told_without_its_details() -> None:
         server.engine.fail.append(ValueError("secret"))
         server.engine.gate.set()
         answer = server.post(TEXT, {"prompt": "a", "max_tokens": 3})
-        assert answer.status_code == 500 and error_of(answer)["code"] == "internal_error"
+        assert answer.status_code == 500
+        assert error_of(answer)["code"] == "internal_error"
         assert "secret" not in answer.text
         assert server.complete("a", max_tokens=3)
         server.service.engine.submit = None  # type: ignore[method-assign, assignment]
         broken = server.post(TEXT, {"prompt": "a"})
-        assert broken.status_code == 500 and error_of(broken)["type"] == "server_error"
+        assert broken.status_code == 500
+        assert error_of(broken)["type"] == "server_error"
 
 
 def test_an_engine_that_failed_is_seen_from_outside() -> None:
@@ -264,11 +286,13 @@ def test_an_engine_that_failed_is_seen_from_outside() -> None:
         server.engine.broken = True
         server.engine.fail.append(ValueError("x"))
         answer = server.post(TEXT, {"prompt": "a"})
-        assert answer.status_code == 503 and error_of(answer)["code"] == "engine_stopped"
+        assert answer.status_code == 503
+        assert error_of(answer)["code"] == "engine_stopped"
         assert server.client.get("/health").status_code == 503
         assert server.client.get("/ready").status_code == 503
         later = server.post(TEXT, {"prompt": "a"})
-        assert later.status_code == 503 and later.headers["retry-after"]
+        assert later.status_code == 503
+        assert later.headers["retry-after"]
 
 
 def test_before_the_model_is_there_the_server_is_alive_but_not_ready() -> None:
@@ -292,7 +316,8 @@ def test_before_the_model_is_there_the_server_is_alive_but_not_ready() -> None:
         assert server.client.get("/health").status_code == 200
         assert server.client.get("/ready").status_code == 503
         early = server.post(TEXT, {"prompt": "a"})
-        assert early.status_code == 503 and error_of(early)["code"] == "engine_loading"
+        assert early.status_code == 503
+        assert error_of(early)["code"] == "engine_loading"
         assert server.client.get("/v1/models").status_code == 200
         go.set()
         del server.until
