@@ -40,11 +40,8 @@ def commands(program: str) -> list[tuple[str, str]]:
 
 def curls() -> list[tuple[str, str]]:
     """All calls of curl in console blocks, over as many lines as they have."""
-    found = []
-    for page, block in blocks("console"):
-        for command in re.findall(r"^\$ (curl (?:[^\n]*\\\n)*[^\n]*)$", block, re.M):
-            found.append((page, command))
-    return found
+    call = re.compile(r"^\$ (curl (?:[^\n]*\\\n)*[^\n]*)$", re.M)
+    return [(page, command) for page, block in blocks("console") for command in call.findall(block)]
 
 
 def examples(kind: re.Pattern[str]) -> list[object]:

@@ -26,13 +26,18 @@ from kvpager.cli.serve import service_options
 def test_what_is_wrong_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str], options: list[str], code: int, said: str
 ) -> None:
-    try:
-        assert main(["serve", *options]) == code
-    except SystemExit as ended:  # argparse's own
-        assert ended.code == code
+    assert code_of(["serve", *options]) == code
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
+
+
+def code_of(arguments: list[str]) -> object:
+    """The exit code, whether it is returned or argparse's own."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return ended.code
 
 
 def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:

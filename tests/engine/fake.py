@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,34 @@ from kvpager.engine.text import TextState, decoder
 from kvpager.errors import InputError, QueueFull
 
 VOCABULARY = 260
+
+
+class Gate:
+    """Lets steps through: all of them, none, or so many."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._left = math.inf
+
+    def set(self) -> None:
+        self._allow(math.inf)
+
+    def clear(self) -> None:
+        self._allow(0)
+
+    def let(self, steps: int) -> None:
+        self._allow(steps)
+
+    def _allow(self, left: float) -> None:
+        with self._changed:
+            self._left = left
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        with self._changed:
+            while self._left <= 0:
+                self._changed.wait()
+            self._left -= 1
 
 
 @dataclass
@@ -41,8 +70,7 @@ class FakeEngine:
     ) -> None:
         self._decode = {skip: decoder(tokenizer, skip) for skip in (True, False)}
         self.write, self.chunk, self.max_queue = write, chunk, max_queue
-        self.gate = threading.Event()
-        self.gate.set()
+        self.gate = Gate()
         self.fail: list[Exception] = []
         self.broken = self.closed = False
         self.steps = self.aborts = 0

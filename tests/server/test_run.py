@@ -149,7 +149,8 @@ def wait_ready(running: subprocess.Popen[bytes], err: Path) -> str:
 
     end = time.monotonic() + 120
     while "serving" not in err.read_text():
-        assert running.poll() is None and time.monotonic() < end, err.read_text()
+        assert running.poll() is None, err.read_text()
+        assert time.monotonic() < end, err.read_text()
         time.sleep(0.05)
     found = re.search(r"http://[\d.:]+", err.read_text())
     assert found is not None

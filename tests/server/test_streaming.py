@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,12 +29,8 @@ def forced(text: str, **more: Any) -> LiveServer:
 
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
-    parts = []
-    for event in events:
-        for choice in event["choices"]:
-            if choice["index"] == index:
-                parts.append(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
-    return "".join(parts)
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
 
 
 # ---- G21: characters of several tokens ----
@@ -229,11 +225,11 @@ def test_a_client_that_goes_away_ends_its_request(endless: LiveServer, path: str
 
 
 def step_until(server: LiveServer, condition: Any) -> None:
-    """Let the engine take steps, a few at a time, and hold it once something has come about."""
+    """Let the engine take one step after another until something has come about."""
     while not condition():
-        server.engine.gate.set()
-        time.sleep(0)
-        server.engine.gate.clear()
+        steps = server.engine.steps
+        server.engine.gate.let(1)
+        server.until(lambda before=steps: server.engine.steps > before)
 
 
 def test_when_all_clients_go_away_nothing_runs_any_more(live: LiveServer) -> None:
@@ -258,16 +254,16 @@ def test_a_client_that_leaves_while_it_sends_does_no_harm(live: LiveServer) -> N
     connection.close()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
     for part in (head[:30], head):
-        import socket
-
         with socket.create_connection(("127.0.0.1", live.port)) as half:
             half.sendall(part)
     assert live.complete("a", max_tokens=1)
 
 
 def test_a_slow_reader_holds_up_nobody_and_gets_everything() -> None:
-    text = "slowly " * 4000
-    with forced(text) as server:
+    text = "slowly " * 500
+    slow = forced(text)
+    slow._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that it is full early
+    with slow as server:
         count = len(ids(text))
         connection = server.raw(TEXT, {"prompt": "x", "max_tokens": count, "stream": True})
         assert server.complete("other", max_tokens=5)["usage"]["completion_tokens"] == 5
