@@ -13,6 +13,7 @@
     |-- SwapError (RuntimeError)          swap could not be opened or written
     |   `-- SwapFull                      swap has reached its limit, or the disk is full
     |-- CacheMismatch (RuntimeError)      a cache and an attention that don't belong together
+    |-- SampleError (RuntimeError)        no token can be chosen from a row of logits
     |-- UnsupportedModel (ValueError)     an architecture that kvpager can't page
     |-- ModelError (RuntimeError)         a model could not be loaded
     |   |-- ModelNotFound                 nothing is there
@@ -40,6 +41,7 @@ __all__ = [
     "PageLost",
     "PoolExhausted",
     "RemoteError",
+    "SampleError",
     "SequenceError",
     "StepError",
     "SwapError",
@@ -91,6 +93,10 @@ class SwapFull(SwapError):
 
 class CacheMismatch(KVPagerError, RuntimeError):
     """A PagerCache was used with another attention, or kvpager's attention with another cache."""
+
+
+class SampleError(KVPagerError, RuntimeError):
+    """No token can be chosen: the logits hold NaN or infinity, or everything is ruled out; the message says which."""
 
 
 class UnsupportedModel(KVPagerError, ValueError):

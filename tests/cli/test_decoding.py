@@ -1,4 +1,4 @@
-"""Text streams without half characters, sampling follows its rules, prefill is cut at tiles."""
+"""Sampling follows its rules, prefill is cut at tiles."""
 
 from __future__ import annotations
 
@@ -12,58 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvpager.cli.decoding import Sampler, TextStream, chunk_size, chunks
+from kvpager.cli.decoding import Sampler, chunk_size, chunks
 from kvpager.config import KVShape, PagerConfig
 from kvpager.core.pager import Pager
-from tests.small_llm import END, tokenizer
-
-TEXTS = ["né 😀 汉字", "the 👩‍👩‍👧‍👦 family", "", " leading and trailing ", "a\n\tb", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "�already�"]
-
-
-def stream(ids: list[int]) -> tuple[TextStream, list[str]]:
-    decoder = tokenizer()
-    made = TextStream(lambda part: str(decoder.decode(part, skip_special_tokens=True)))
-    return made, [made.push(token) for token in ids]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_stream_joined_is_the_text_decoded_at_once(text: str) -> None:
-    made, pieces = stream(tokenizer()(text)["input_ids"])
-    assert "".join(pieces) + made.finish() == text == made.text
-
-
-def test_no_piece_holds_half_a_character() -> None:
-    _, pieces = stream(tokenizer()("né 😀 汉字")["input_ids"])
-    assert [piece for piece in pieces if piece] == list("né 😀 汉字")
-
-
-@pytest.mark.parametrize("cut", range(1, 18))
-def test_a_text_cut_inside_a_character_ends_as_when_decoded_at_once(cut: int) -> None:
-    ids = tokenizer()("né 😀 汉字")["input_ids"][:cut]
-    made, pieces = stream(ids)
-    assert "".join(pieces) + made.finish() == tokenizer().decode(ids)
-
-
-def test_bytes_that_never_form_a_character_show_as_marks_at_the_end() -> None:
-    ids = tokenizer()("é")["input_ids"]
-    made, pieces = stream([ids[1], ids[1], ids[0]])
-    assert pieces == ["", "", ""]
-    assert made.finish() == tokenizer().decode(made.ids)
-
-
-def test_special_tokens_are_not_shown() -> None:
-    ids = tokenizer()("ab")["input_ids"]
-    made, pieces = stream([ids[0], END, ids[1]])
-    assert "".join(pieces) + made.finish() == "ab"
-
-
-def test_two_streams_do_not_mix() -> None:
-    decoder = tokenizer()
-    left, right = (TextStream(lambda part: str(decoder.decode(part))) for _ in range(2))
-    for a, b in zip(decoder("😀é")["input_ids"], decoder("汉字")["input_ids"], strict=True):
-        left.push(a)
-        right.push(b)
-    assert (left.text, right.text) == ("😀é", "汉字")
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvpager.build import PREFILL_CHUNK
+from kvpager.engine.text import TextStream, decoder
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
 
-__all__ = ["Generation", "Sampler", "TextStream", "generate", "prefill"]
+__all__ = ["Generation", "Sampler", "generate", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -66,40 +67,6 @@ class Sampler:
         return int(ids[torch.multinomial(probability, 1, generator=self._generator)])
 
 
-@dataclass
-class TextStream:
-    """Text from tokens as they come, never half a character.
-
-    A character can take several tokens, and a token's text can depend on the one before it. So each new token
-    is decoded together with a few before it, and the text is held back while it ends in the middle of a character.
-    All that was given out, joined, is the text of all tokens decoded at once.
-    """
-
-    decode: Callable[[list[int]], str]
-    ids: list[int] = field(default_factory=list)
-    text: str = ""  # given out so far
-    _context: int = 0  # ids from here on are decoded again
-    _done: int = 0  # ids whose text was given out
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
-        self.ids.append(token_id)
-        old = self.decode(self.ids[self._context : self._done])
-        new = self.decode(self.ids[self._context :])
-        if len(new) <= len(old) or new.endswith("\ufffd") or not new.startswith(old):
-            return ""
-        self._context, self._done = self._done, len(self.ids)
-        return self._give(new[len(old) :])
-
-    def finish(self) -> str:
-        """What was held back: at the end a character that never became whole is shown as a mark."""
-        return self._give(self.decode(self.ids)[len(self.text) :])
-
-    def _give(self, text: str) -> str:
-        self.text += text
-        return text
-
-
 def generate(
     loaded: LoadedModel,
     cache: PagerCache,
@@ -117,10 +84,7 @@ def generate(
     """
     import torch
 
-    tokenizer = loaded.tokenizer
-    stream = TextStream(
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    )
+    stream = TextStream(decoder(loaded.tokenizer, skip_special_tokens=True))
     give = on_text if on_text is not None else lambda text: None
     finish: Literal["stop", "length"] = "length"
     steps = 0
