@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -30,10 +31,20 @@ from kvpager.models.cache import cache_directory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvpager.engine.engine import Engine, EngineConfig
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
 
-__all__ = ["WEIGHTS", "PagerOptions", "WeightsName", "load_model", "make_cache", "pager_config", "yield_while_waiting"]
+__all__ = [
+    "WEIGHTS",
+    "PagerOptions",
+    "WeightsName",
+    "load_model",
+    "make_cache",
+    "make_engine",
+    "pager_config",
+    "yield_while_waiting",
+]
 
 WeightsName = Literal["auto", "int8", "unpacked"]
 WEIGHTS: tuple[str, ...] = get_args(WeightsName)
@@ -261,3 +272,47 @@ def make_cache(model: LoadedModel, options: PagerOptions, tokens: int) -> PagerC
         cache.close()
         raise
     return cache
+
+
+def make_engine(
+    loaded: LoadedModel,
+    options: PagerOptions,
+    config: EngineConfig,
+    *,
+    tokens: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """An engine for requests that hold `tokens` tokens together at most; the caller closes it.
+
+    None takes as many sequences of the longest length as run at once; with `memory`, whose digests and tables grow
+    with it, as many as leave half of the memory to frames, but one such sequence at least. A pool that is a share is
+    one of the full KV of `tokens`; the default is all of it, up to 256 MiB. Raises ConfigError for options that don't
+    fit, UnsupportedModel for an architecture that can't be paged, SwapError where swap can't be opened.
+    """
+    from kvpager.engine.engine import Engine
+    from kvpager.hf import kv_shape
+
+    longest = config.max_model_len or loaded.context_length or 1
+    shape = kv_shape(loaded.model.config, options.kv_dtype or loaded.dtype)
+    most = tokens or longest * config.max_num_seqs
+    if options.memory is not None and tokens is None:
+        most = held_tokens(options, shape, longest, most)
+    pager = replace(pager_config(options, most, shape), max_tokens=None if options.memory is None else most)
+    if options.swap is None and isinstance(pager.swap, Path):
+        _make_folder(pager.swap)
+    return Engine(loaded, pager, config, kv_dtype=options.kv_dtype, clock=clock)
+
+
+def held_tokens(options: PagerOptions, shape: KVShape, least: int, most: int) -> int:
+    """The tokens, from `least` to `most`, whose digests and tables take no more than half of `options.memory`."""
+    from kvpager.core.pager import Pager
+
+    memory = parse_size(options.memory or DEFAULT_POOL_BYTES, "memory")
+    while most > least:
+        config = replace(options.settings(most), pool=1, swap="memory")
+        with Pager(shape, config) as pager:
+            stats = pager.stats()
+        if stats.digest_bytes + stats.table_bytes <= memory / 2:
+            break
+        most = max(least, most // 2)
+    return most
