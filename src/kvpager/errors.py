@@ -5,6 +5,9 @@
     KVPagerError
     |-- ConfigError (ValueError)          a setting is out of its range; names the field
     |-- InputError (ValueError)           an argument has a wrong shape, dtype or value
+    |   `-- RequestTooLarge               a request that could never be served, whatever else runs
+    |-- QueueFull (RuntimeError)          as many requests wait already as the engine allows
+    |-- EngineStopped (RuntimeError)      the engine was closed
     |-- SequenceError (ValueError)        a sequence that is closed, or another pager's
     |-- StepError (RuntimeError)          append, attend, commit or rollback out of order
     |-- ThreadError (RuntimeError)        a call from a thread that does not own the pager
@@ -28,9 +31,12 @@ of kvpager itself is an ``AssertionError`` and never one of these.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "CacheMismatch",
     "ConfigError",
+    "EngineStopped",
     "InputError",
     "KVPagerError",
     "MissingDependency",
@@ -40,7 +46,9 @@ __all__ = [
     "ModelTooLarge",
     "PageLost",
     "PoolExhausted",
+    "QueueFull",
     "RemoteError",
+    "RequestTooLarge",
     "SampleError",
     "SequenceError",
     "StepError",
@@ -63,6 +71,18 @@ class InputError(KVPagerError, ValueError):
     """An argument has a wrong shape, dtype or value; the message names it and what is allowed."""
 
 
+class RequestTooLarge(InputError):
+    """A request that could never be served, however little else runs; the message says its size and the limit."""
+
+
+class QueueFull(KVPagerError, RuntimeError):
+    """As many requests wait already as the engine allows: try again later."""
+
+
+class EngineStopped(KVPagerError, RuntimeError):
+    """The engine was closed."""
+
+
 class SequenceError(KVPagerError, ValueError):
     """The sequence is closed, or belongs to another pager."""
 
@@ -80,7 +100,16 @@ class PoolExhausted(KVPagerError, RuntimeError):
 
 
 class PageLost(KVPagerError, RuntimeError):
-    """A live page could not be read back from swap: it is missing or its checksum differs."""
+    """A live page could not be read back from swap: it is missing or its checksum differs.
+
+    slots   those of swap that hold no page or another one
+    rows    the blocks whose pages those are, once the pager has looked (Pager.forget takes it from there)
+    """
+
+    def __init__(self, message: str, slots: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.slots = tuple(slots)
+        self.rows: tuple[int, ...] = ()
 
 
 class SwapError(KVPagerError, RuntimeError):

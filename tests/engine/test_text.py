@@ -183,3 +183,37 @@ def test_a_text_whose_beginning_reads_otherwise_than_its_middle(ids: list[int]) 
     made: Callable[[list[int]], str] = Stripping()
     stream = TextStream(made)
     assert "".join([*map(stream.push, ids), stream.finish()]) == made(ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [*TEXTS, "né 😀 汉字 " * 20])
+def test_with_the_tokenizer_of_the_default_model(text: str, real_tokenizer: Any) -> None:
+    ids = real_tokenizer(text)["input_ids"]
+    for end in range(len(ids) + 1):
+        state = TextState(decoder(real_tokenizer, True), SamplingParams())
+        joined = "".join([*map(state.push, ids[:end]), state.finish()])
+        assert joined == real_tokenizer.decode(ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 49_151), max_size=60), st.lists(st.text(min_size=1, max_size=3), max_size=3))
+def test_any_tokens_and_stop_strings_with_the_tokenizer_of_the_default_model(
+    real_tokenizer: Any, ids: list[int], stops: list[str]
+) -> None:
+    whole = real_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    state = TextState(decoder(real_tokenizer, True), SamplingParams(stop=tuple(stops)))
+    joined = "".join([*map(state.push, ids), state.finish()])
+    assert (joined, state.stop_reason) == cut(whole, stops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stops", "shown", "reason"), STOPS)
+def test_stop_strings_with_the_tokenizer_of_the_default_model(
+    stops: list[str], shown: str, reason: str | None, real_tokenizer: Any
+) -> None:
+    state = TextState(decoder(real_tokenizer, True), SamplingParams(stop=tuple(stops)))
+    ids = real_tokenizer("A B C D E")["input_ids"]
+    assert len(ids) == 5
+    assert "".join([*map(state.push, ids), state.finish()]) == shown
+    assert state.stop_reason == reason

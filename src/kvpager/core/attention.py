@@ -182,9 +182,10 @@ class Attender:
         queries = query.queries.shape[1]
         rows, blocks = [one.rows for one in pages], [one.blocks for one in pages]
         self._residency.scorer.observe(rows, layer, heads, settled.masses, queries, self.now(sequence))
-        counters = self._residency.counters
-        counters.tiles += 1
-        counters.pages_attended += len(heads)
+        for counters in (self._residency.counters, sequence.cost):
+            counters.tiles += 1
+            counters.pages_attended += len(heads)
+        sequence.cost.recalls += len(recalled)
         given = _Given(heads, blocks, settled.masses.total, queries)
         if self.observers:
             self._tell(sequence, layer, tile, given, recalled)
@@ -259,16 +260,19 @@ class Attender:
         Where choosing them took the attention to its own pages (what they get of each query's attention is known
         exactly then), with that, or with the whole tile's attention where it came along.
         """
-        counters = self._residency.counters
         if sequence.view is not None:
-            counters.coverage_sum += 1.0
+            self._covered(sequence, 1.0)
             return self._viewed(step, sequence, layer, tile), None, None
         if self._digest is None or tile.own - tile.first <= (self._config.budget_pages or 0):
-            counters.coverage_sum += 1.0
+            self._covered(sequence, 1.0)
             past = self._planned(step, sequence, layer, tile, own=False) if tile.own > tile.first else None
             return past, None, None
         self._mark_approximate(sequence, tile)
         return self._choose(sequence, layer, tile, own, self._digest)
+
+    def _covered(self, sequence: Sequence, share: float) -> None:
+        self._residency.counters.coverage_sum += share
+        sequence.cost.coverage_sum += share
 
     def _viewed(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> PlacedPages | None:
         """Discard mode: the past pages that the sequence still sees."""
@@ -306,7 +310,7 @@ class Attender:
             past = self._where(sequence, layer, tile, chosen)
         self._residency.scorer.estimated(sequence.part(tile.first, tile.own), layer, ratio)
         # masses are shares of all attention, own pages included: what is left out is what the selection misses
-        self._residency.counters.coverage_sum += 1 - missed
+        self._covered(sequence, 1 - missed)
         return past, settled, parts
 
     def _mark_approximate(self, sequence: Sequence, tile: _Tile) -> None:

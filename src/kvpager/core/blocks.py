@@ -31,6 +31,11 @@ class KeyMaker:
         self._namespace = namespace.encode("utf-8", "surrogatepass")
         self._numerics = {False: b"exact", True: b"approximate:" + approximate.encode()}
 
+    @staticmethod
+    def root(salt: bytes) -> bytes:
+        """What stands for the parent of a first block: b"" without a salt, else 32 bytes that are no block's key."""
+        return hashlib.sha256(_fields(_FORMAT, b"salt", salt)).digest() if salt else b""
+
     def key(self, parent: bytes, tokens: bytes, approximate: bool) -> bytes:
         """The 32-byte key of a block with `tokens` (little-endian int64) after the block `parent` (b"" for none)."""
         material = _fields(_FORMAT, self._namespace, self._numerics[approximate], parent, tokens)
@@ -128,6 +133,16 @@ class Blocks:
         self._forget(row)
         return True
 
+    def unname(self, row: int) -> None:
+        """Make a block unfindable: its pages are not what its name says. It is released once nobody holds it."""
+        if row in self._cached:
+            del self._cached[row]
+            self._forget(row)
+            return
+        entry = self._entries.pop(row, None)
+        if entry is not None and self._index.get(entry.key) == row:
+            del self._index[entry.key]
+
     def _forget(self, row: int) -> None:
         entry = self._entries.pop(row, None)
         if entry is not None and self._index.get(entry.key) == row:
@@ -144,10 +159,14 @@ class Blocks:
             self._entries[row] = _Entry(key, packed, approximate)
         return key
 
-    def match(self, tokens: list[int]) -> Prefix:
-        """The longest run of full blocks held for these tokens, the last token always left out."""
+    def root(self, salt: bytes) -> bytes:
+        """The parent of the first blocks under `salt`: what other salts have registered is never found."""
+        return self._keys.root(salt)
+
+    def match(self, tokens: list[int], root: bytes = b"") -> Prefix:
+        """The longest run of full blocks held for these tokens after `root`, the last token always left out."""
         found = Prefix([], [], 0)
-        parent, approximate, exact = b"", False, 0
+        parent, approximate, exact = root, False, 0
         for start in range(0, (len(tokens) - 1) // self._page_size * self._page_size, self._page_size):
             packed = np.asarray(tokens[start : start + self._page_size], "<i8").tobytes()
             row = self._find(parent, packed, approximate)

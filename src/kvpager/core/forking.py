@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvpager.core.pagetable import ABSENT
@@ -13,9 +15,10 @@ from kvpager.errors import InputError
 __all__ = ["crop", "fork", "open_sequence"]
 
 
-def open_sequence(state: State, tokens: list[int] | None) -> Sequence:
-    """A new sequence; with token ids it starts with the full blocks that are already held for them."""
+def open_sequence(state: State, tokens: list[int] | None, salt: bytes) -> Sequence:
+    """A new sequence; with token ids it starts with the full blocks that are already held for them under `salt`."""
     sequence = Sequence(state.opened, state, state.shape.layers)
+    sequence.root = state.blocks.root(salt)
     state.opened += 1
     if state.config.mode == "discard":
         sequence.view = np.ones((0, state.shape.layers, state.shape.kv_heads), np.bool_)
@@ -27,7 +30,7 @@ def open_sequence(state: State, tokens: list[int] | None) -> Sequence:
 
 def _share_prefix(state: State, sequence: Sequence, tokens: list[int]) -> None:
     size = state.config.page_size
-    found = state.blocks.match(tokens)
+    found = state.blocks.match(tokens, sequence.root)
     if state.config.budget is not None:
         # start at a tile boundary, so that later tiles select exactly as they would have without the hit
         whole = len(found.rows) * size // state.config.tile * state.config.tile
@@ -62,10 +65,11 @@ def fork(state: State, parent: Sequence) -> Sequence:
     child.filled = parent.filled.copy()
     child.tokens = list(parent.tokens)
     child.announced = list(parent.announced)
-    child.keys = list(parent.keys)
+    child.root, child.keys = parent.root, list(parent.keys)
     child.approximate_from, child.private_from = parent.approximate_from, parent.private_from
     child.view = None if parent.view is None else parent.view.copy()
     child.tick = parent.tick
+    child.cost = replace(parent.cost)
     state.sequences[child.id] = child
     return child
 

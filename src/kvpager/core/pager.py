@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from kvpager.core.checks import floats, listed, positive, step_tokens, token_lis
 from kvpager.core.guards import changes, owned
 from kvpager.core.sequence import Sequence
 from kvpager.core.state import State
-from kvpager.errors import ConfigError, InputError, SequenceError, StepError, ThreadError
+from kvpager.errors import ConfigError, InputError, PageLost, SequenceError, StepError, ThreadError
 from kvpager.kernels.choose import open_kernel
 from kvpager.ports import FloatArray, Kernel, Swap
 from kvpager.stats import PagerStats
@@ -61,8 +61,8 @@ class Pager:
     # -- sequences
 
     @changes
-    def open(self, token_ids: Iterable[int] | None = None) -> Sequence:
-        """A new sequence.
+    def open(self, token_ids: Iterable[int] | None = None, salt: bytes = b"") -> Sequence:
+        """A new sequence. What was computed under another `salt` (a tenant's, say) is never shared with it.
 
         With `token_ids` (the prompt), full blocks that are already held for its beginning are shared, at
         least the last token being left to compute: `length` says how many tokens were found. The rest of
@@ -71,7 +71,9 @@ class Pager:
         """
         self._check_up()
         tokens = None if token_ids is None else token_list("token_ids", token_ids)
-        return forking.open_sequence(self._state, tokens)
+        if not isinstance(salt, bytes):
+            raise InputError(f"salt: expected bytes, got {type(salt).__name__}")
+        return forking.open_sequence(self._state, tokens, salt)
 
     @changes
     def fork(self, sequence: Sequence) -> Sequence:
@@ -115,6 +117,17 @@ class Pager:
         self.rollback()
         if not sequence.closed:
             transaction.close(self._state, sequence)
+
+    @changes
+    def forget(self, lost: PageLost) -> list[Sequence]:
+        """The sequences that hold pages which could not be read back; from now on `open` never finds those blocks.
+
+        Close them: what they hold can't be attended to any more. An open step is rolled back first.
+        """
+        self.rollback()
+        for row in lost.rows:
+            self._state.blocks.unname(row)
+        return [one for one in self._state.sequences.values() if np.isin(one.rows, lost.rows).any()]
 
     # -- steps
 
@@ -311,6 +324,11 @@ class Pager:
         return self._state.attender.observers
 
     @property
+    def frames(self) -> int:
+        """The pool's size, in frames."""
+        return self._state.pool.frames
+
+    @property
     def group_pages(self) -> int:
         """Pages that one partial attention covers: the setting, or what was chosen for the shape."""
         return self._state.group_pages
@@ -323,6 +341,17 @@ class Pager:
         """
         whole("sequences", sequences, 1, 2**31 - 1)
         return self._state.minimum_frames(sequences, None if tokens is None else whole("tokens", tokens, 1, 2**40))
+
+    @owned
+    def step_frames(self, growth: Mapping[Sequence, int]) -> int:
+        """The frames without which a step that gives each sequence so many new tokens could not run, with all others.
+
+        Recall: the open pages of all live sequences, those that the step opens, and one group.
+        Discard: what the views may hold, and one layer's incoming chunk.
+        """
+        for sequence in growth:
+            self._check_sequence(sequence)
+        return transaction.frames_needed(self._state, {sequence.id: count for sequence, count in growth.items()})
 
     @owned
     def stats(self) -> PagerStats:

@@ -13,7 +13,7 @@ from kvpager.core.pagetable import ABSENT, PageTable
 from kvpager.core.policies import Policy
 from kvpager.core.pool import FramePool
 from kvpager.core.scorer import AttentionScorer
-from kvpager.errors import SwapError
+from kvpager.errors import PageLost, SwapError
 from kvpager.ports import FrameStorage, IntArray, Swap
 
 __all__ = ["Clock", "Counters", "Residency"]
@@ -106,7 +106,13 @@ class Residency:
         table, pool = self.table, self.pool
         slots = table.slot.reshape(-1)[flat].astype(np.int64)
         assert (slots != ABSENT).all(), "a page is neither in the pool nor in swap"
-        pages = self.swap.read(slots)
+        try:
+            pages = self.swap.read(slots)
+        except PageLost as error:
+            # a swap that doesn't say which slots: any of these pages may be the one
+            gone = flat[np.isin(slots, error.slots)] if error.slots else flat
+            error.rows = tuple(np.unique(gone // (table.layers * table.heads)).tolist())
+            raise
         pool.pinned[needed] = True
         try:
             taken = pool.allocate(flat, self.make_room)

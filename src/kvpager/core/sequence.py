@@ -9,7 +9,23 @@ import numpy as np
 
 from kvpager.ports import BoolArray, IntArray, Rows
 
-__all__ = ["Saved", "Sequence", "Step"]
+__all__ = ["Cost", "Saved", "Sequence", "Step"]
+
+
+@dataclass
+class Cost:
+    """What a sequence's tiles have taken, rolled back steps included; a fork goes on from its parent's.
+
+    tiles            tiles attended, over all layers
+    pages_attended   pages that they attended to
+    recalls          pages that were read back for them
+    coverage_sum     sum over tiles of the estimated share of attention that their selection kept
+    """
+
+    tiles: int = 0
+    pages_attended: int = 0
+    recalls: int = 0
+    coverage_sum: float = 0.0
 
 
 class Sequence:
@@ -27,6 +43,8 @@ class Sequence:
         self.tokens: list[int] = []
         # token ids announced at `open`, for steps that bring none
         self.announced: list[int] = []
+        # what stands for the parent of its first block in chain keys
+        self.root = b""
         # chain keys of the leading blocks that may be found by others
         self.keys: list[bytes] = []
         # position from which blocks are approximate, and from which they stay private; None for nowhere
@@ -35,6 +53,7 @@ class Sequence:
         # discard mode: bool [blocks, layers, heads], the pages that this sequence still sees
         self.view: BoolArray | None = None
         self.tick = 0
+        self.cost = Cost()
 
     @property
     def rows(self) -> IntArray:

@@ -180,7 +180,7 @@ def _name_blocks(state: State, sequence: Sequence, before: int, tokens: list[int
     for index in range(len(sequence.keys), end // size):
         stop = (index + 1) * size
         approximate = sequence.approximate_from is not None and stop > sequence.approximate_from
-        parent = sequence.keys[-1] if sequence.keys else b""
+        parent = sequence.keys[-1] if sequence.keys else sequence.root
         row = int(sequence.rows[index])
         sequence.keys.append(state.blocks.register(row, parent, sequence.tokens[stop - size : stop], approximate))
 

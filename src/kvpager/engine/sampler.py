@@ -182,7 +182,10 @@ class Sampler:
         known = _Distribution(row, best) if params.logprobs is not None else None
         if not state.plain():
             row = row.copy()
-            state.adjust(row, self._end_ids)
+            try:
+                state.adjust(row, self._end_ids)
+            except SampleError as error:  # the guide's
+                return error
             best = int(row.argmax())
             if not np.isfinite(row[best]):
                 return SampleError(f"logits: {_what(row)} after guide, bias, penalties and min_tokens")

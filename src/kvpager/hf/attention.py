@@ -11,8 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvpager.errors import CacheMismatch, InputError, UnsupportedModel
 from kvpager.hf.eager import eager
+from kvpager.hf.handle import Forward
 from kvpager.hf.mask import pager_mask
-from kvpager.hf.step import Step
 
 __all__ = ["HANDLE", "NAME", "pager_attention", "register"]
 
@@ -58,7 +58,7 @@ def pager_attention(
     is not two-dimensional, UnsupportedModel for arguments that kvpager doesn't compute.
     """
     step = kwargs.get(HANDLE)
-    if not isinstance(step, Step):
+    if not isinstance(step, Forward):
         raise CacheMismatch(
             "attn_implementation='kvpager' attends through a PagerCache, and this forward has none: pass "
             "cache=kvpager.hf.PagerCache(model.config, ...) and leave use_cache on, or load the model with "
@@ -90,7 +90,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _check(
-    module: torch.nn.Module, step: Step, dropout: float, sliding_window: int | None, kwargs: dict[str, Any]
+    module: torch.nn.Module, step: Forward, dropout: float, sliding_window: int | None, kwargs: dict[str, Any]
 ) -> None:
     if module.training or dropout:
         raise InputError(

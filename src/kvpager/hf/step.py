@@ -12,6 +12,7 @@ import torch
 from kvpager.core.pager import Pager
 from kvpager.core.sequence import Sequence
 from kvpager.errors import InputError, StepError
+from kvpager.hf.handle import Forward
 from kvpager.ports import FloatArray
 
 if TYPE_CHECKING:
@@ -121,23 +122,18 @@ def _numpy(states: torch.Tensor, where: Where) -> FloatArray:
     return array
 
 
-class Step:
-    """A forward that has begun: shared by all layers, and handed from the cache to the attention.
+class Step(Forward):
+    """A PagerCache's forward that has begun."""
 
-    layer     the layer whose keys and values came last
-    pending   they came, and the attention function has not taken them yet
-    """
-
-    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_mark", "_pager", "_real", "_rows", "layer", "pending")
+    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_mark", "_pager", "_real", "_rows")
 
     def __init__(self, cache: PagerCache, batch: int, columns: int) -> None:
+        super().__init__()
         self._cache, self._pager = cache, cache.pager
         self._batch, self._columns = batch, columns
         self._rows: list[Row] = []
         self._real: BoolArray | None = None
         self._alone = False
-        self.layer = 0
-        self.pending = False
         self._mark: object | None = None  # the pager's step, while it is open
 
     @property

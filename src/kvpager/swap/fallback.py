@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpager.errors import SwapError, SwapFull
+from kvpager.errors import PageLost, SwapError, SwapFull
 from kvpager.ports import Bytes, IntArray, Swap
 
 __all__ = ["FallbackSwap"]
@@ -53,9 +53,13 @@ class FallbackSwap:
     def read(self, slots: IntArray) -> Bytes:
         """The pages of slots, uint8 [n, page_bytes]."""
         pages = np.empty((len(slots), self._page_bytes), np.uint8)
-        for part, (mine, own) in zip(self._parts, self._split(slots), strict=True):
+        for which, (part, (mine, own)) in enumerate(zip(self._parts, self._split(slots), strict=True)):
             if len(own):
-                pages[mine] = part.read(own)
+                try:
+                    pages[mine] = part.read(own)
+                except PageLost as error:
+                    error.slots = tuple(2 * slot + which for slot in error.slots)
+                    raise
         return pages
 
     def free(self, slots: IntArray) -> None:

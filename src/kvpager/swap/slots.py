@@ -97,13 +97,15 @@ class SlabSwap(ABC):
         slots = np.asarray(slots, np.int64)
         known = self._known(slots)
         if not known.all():
-            raise PageLost(f"swap slots {_some(slots[~known])} hold no page: never written, or freed")
+            gone = slots[~known]
+            raise PageLost(f"swap slots {_some(gone)} hold no page: never written, or freed", gone.tolist())
         pages = np.empty((len(slots), self.page_bytes), np.uint8)
         for slab, rows, places in self._by_slab(slots):
             pages[rows] = slab.take(places, axis=0)
         damaged = _checksums(pages) != self._crc[slots]
         if damaged.any():
-            raise PageLost(f"swap slots {_some(slots[damaged])} differ from what was written (checksum)")
+            gone = slots[damaged]
+            raise PageLost(f"swap slots {_some(gone)} differ from what was written (checksum)", gone.tolist())
         return pages
 
     def free(self, slots: IntArray) -> None:

@@ -1,0 +1,450 @@
+"""The engine: many requests at once over one pager. A step is three verbs: schedule, run, settle."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvpager.config import DEFAULT_POOL_BYTES, DType, KVShape, PagerConfig, parse_size
+from kvpager.core.pager import Pager
+from kvpager.engine.outputs import EngineStats, FinishReason, Output, TokenLogprob
+from kvpager.engine.params import SamplingParams
+from kvpager.engine.request import Choice, Entry, Request
+from kvpager.engine.room import Room
+from kvpager.engine.runner import Drawn, Runner
+from kvpager.engine.sampler import Sampled, Sampler, SampleState
+from kvpager.engine.scheduler import Scheduler
+from kvpager.engine.text import TextState, decoder
+from kvpager.errors import (
+    ConfigError,
+    EngineStopped,
+    InputError,
+    KVPagerError,
+    PageLost,
+    PoolExhausted,
+    QueueFull,
+    SampleError,
+    SwapError,
+)
+from kvpager.hf.shape import kv_shape
+from kvpager.models import LoadedModel
+
+__all__ = ["Engine", "EngineConfig"]
+
+MOST_REPLAYS = 3  # times that one answer's sequence is computed anew after a page of it was lost
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine serves.
+
+    max_num_seqs            sequences that run at once; a request with n answers counts n
+    max_num_batched_tokens  the most tokens of one step: decodes first, then chunks of prompts in whole tiles
+    max_model_len           the most tokens of prompt and answer together; None for the model's own limit
+    max_queue               requests that may wait
+    enable_prefix_caching   share what was computed for the same beginning of a prompt; where the pager's prefix_tokens
+                            is 0, as many tokens of closed sequences are kept for it as the pool holds
+    seed                    of the seeds that requests without one are given
+    """
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    max_queue: int = 1024
+    enable_prefix_caching: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 2), ("max_queue", 0)):
+            value = getattr(self, name)
+            if name == "max_model_len" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name}: {value!r} is not a whole number from {low} on")
+
+
+class Engine:
+    """Serves requests with one model over one pager of its own.
+
+    `loaded` was loaded with kvpager's attention; `pager` says how to page, `kv_dtype` how pages are held (None: the
+    model's own number format), `clock` gives seconds that never go back. One thread owns an engine and its pager.
+
+    Raises ConfigError, UnsupportedModel, CacheMismatch, or SwapError when swap can't be opened.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pager: PagerConfig,
+        config: EngineConfig | None = None,
+        *,
+        kv_dtype: DType | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config or EngineConfig()
+        text = loaded.model.config.get_text_config(decoder=True)
+        self._vocabulary = int(text.vocab_size)
+        self._end_ids = loaded.end_ids
+        self._decoders = {skip: decoder(loaded.tokenizer, skip) for skip in (True, False)}
+        self._clock = clock
+        self._seeds = random.Random(self.config.seed)
+        shape = kv_shape(loaded.model.config, kv_dtype or loaded.dtype)
+        self.pager = Pager(shape, self._pager_config(pager, shape))
+        try:
+            self._room = Room(self.pager, self.config.max_num_seqs, self._model_len(loaded))
+            self._scheduler = Scheduler(self.pager, self._room, self._budget(), self.config.enable_prefix_caching)
+            self._runner = Runner(loaded.model, self.pager, Sampler(self._vocabulary, loaded.end_ids))
+        except BaseException:
+            self.pager.shutdown()
+            raise
+        self._requests: dict[str, Request] = {}
+        self._outputs: list[Output] = []  # that a later step gives out
+        self._finished: Counter[str] = Counter()
+        self._numbers = self._steps = self._replays = self._failures = 0
+        self._tokens: Counter[str] = Counter()
+        self._closed = False
+
+    def _pager_config(self, pager: PagerConfig, shape: KVShape) -> PagerConfig:
+        """The pager's settings, with what is kept of closed sequences as `enable_prefix_caching` says."""
+        if not self.config.enable_prefix_caching:
+            return replace(pager, prefix_tokens=0)
+        if pager.prefix_tokens or pager.mode == "discard":
+            return pager
+        if isinstance(pager.pool, int):
+            size = pager.pool * shape.page_bytes(pager.page_size)
+        else:
+            size = parse_size(pager.memory or pager.pool or DEFAULT_POOL_BYTES)
+        return replace(pager, prefix_tokens=size // shape.token_bytes)
+
+    def _model_len(self, loaded: LoadedModel) -> int:
+        own, asked = loaded.context_length, self.config.max_model_len
+        if own is None and asked is None:
+            raise ConfigError("max_model_len: the model doesn't say how many tokens it can read; give a number")
+        if own is not None and asked is not None and asked > own:
+            raise ConfigError(f"max_model_len: {asked} is more than the model's own limit, {own}")
+        return asked or own or 0
+
+    def _budget(self) -> int:
+        least = self.pager.config.tile + self.config.max_num_seqs
+        if self.config.max_num_batched_tokens < least:
+            raise ConfigError(
+                f"max_num_batched_tokens: {self.config.max_num_batched_tokens} is less than {least}: a tile "
+                f"({self.pager.config.tile}) and a token for each of max_num_seqs ({self.config.max_num_seqs})"
+            )
+        return self.config.max_num_batched_tokens
+
+    # -- requests
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: bytes = b"",
+    ) -> None:
+        """Take a request: it waits until a step has room for it. Lower priorities are served first.
+
+        `deadline` is a time of the engine's clock after which it ends as it is; `salt` keeps its blocks from requests
+        with other salts. Raises InputError, RequestTooLarge for what could never run, QueueFull or EngineStopped, with
+        nothing changed.
+        """
+        if self._closed:
+            raise EngineStopped("the engine was closed")
+        ids = self._checked(request_id, prompt, params, priority, deadline, salt)
+        most = self._room.require(len(ids), params.max_tokens, params.n)
+        if len(self._scheduler.waiting) >= self.config.max_queue:
+            raise QueueFull(f"{len(self._scheduler.waiting)} requests wait already (max_queue); try again later")
+        request = Request(
+            request_id,
+            ids,
+            params,
+            priority=priority,
+            deadline=deadline,
+            salt=salt,
+            number=self._numbers,
+            arrived=self._clock(),
+            most_tokens=most,
+        )
+        seed = self._seeds.getrandbits(63)
+        decode = self._decoders[params.skip_special_tokens]
+        for index in range(params.n):
+            state = SampleState(params, seed=seed, choice=index, prompt=ids)
+            request.choices.append(Choice(request, index, state, TextState(decode, params)))
+        self._numbers += 1
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def _checked(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        deadline: float | None,
+        salt: bytes,
+    ) -> list[int]:
+        if not isinstance(request_id, str) or not request_id:
+            raise InputError(f"request_id: {request_id!r} is not a name")
+        if request_id in self._requests:
+            raise InputError(f"request_id: {request_id!r} is being served already")
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"params: expected SamplingParams, got {type(params).__name__}")
+        params.require_vocabulary(self._vocabulary)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InputError(f"priority: {priority!r} is not a whole number")
+        if deadline is not None and not isinstance(deadline, (int, float)):
+            raise InputError(f"deadline: {deadline!r} is not a time in seconds")
+        if not isinstance(salt, bytes):
+            raise InputError(f"salt: expected bytes, got {type(salt).__name__}")
+        try:
+            ids = [int(token) for token in prompt]
+        except (TypeError, ValueError):
+            raise InputError("prompt: expected a list of token ids") from None
+        if not ids:
+            raise InputError("prompt: it is empty; at least one token is needed")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocabulary:
+            wrong = low if low < 0 else high
+            raise InputError(f"prompt: token id {wrong} is not in 0..{self._vocabulary - 1}, the model's vocabulary")
+        return ids
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; False when there is none of that name. The next step tells it."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, "abort", self._clock())
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would have something to do or to tell."""
+        return bool(self._requests or self._outputs)
+
+    # -- a step
+
+    def step(self) -> list[Output]:
+        """Run one step: what it adds to each answer, in order. Empty when idle, or when the step gave no tokens."""
+        if self._closed:
+            raise EngineStopped("the engine was closed")
+        now = self._clock()
+        for request in [one for one in self._requests.values() if one.deadline is not None and one.deadline <= now]:
+            self._end(request, "deadline", now)
+        entries = self._scheduler.schedule(now)
+        drawn = self._run(entries) if entries else self._stuck()
+        if drawn:
+            self._settle(drawn, self._clock())
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _run(self, entries: list[Entry]) -> list[Drawn]:
+        """The step's new tokens; none when it failed and was rolled back."""
+        try:
+            drawn = self._runner.run(entries)
+        except PageLost as error:
+            self._replay(entries, error)
+            return []
+        except (PoolExhausted, SwapError) as error:
+            self._ease(entries, error)
+            return []
+        except AssertionError:
+            raise
+        except Exception as error:
+            # the model failed: whose fault it was can't be told, so all of the step end, and others go on
+            for request in {entry.choice.request.id: entry.choice.request for entry in entries}.values():
+                self._end(request, "error", self._clock(), f"{type(error).__name__}: {error}")
+            return []
+        self._steps += 1
+        self._failures = 0
+        self._scheduler.most_entries = None
+        return drawn
+
+    def _stuck(self) -> list[Drawn]:
+        """Nothing could be scheduled: fine when nothing runs, else the last to be served has to give way."""
+        running = self._scheduler.running
+        if running:
+            if len(running) > 1:
+                self._scheduler.park(running[-1])
+            else:
+                self._end(running[0], "error", self._clock(), "no step of it fits the pool")
+        return []
+
+    def _ease(self, entries: list[Entry], error: KVPagerError) -> None:
+        """A step had no room: try fewer sequences, then do without the request that is to be served last."""
+        if len(entries) > 1:
+            self._scheduler.most_entries = len(entries) // 2
+            return
+        self._failures += 1
+        last = self._scheduler.running[-1]
+        self._end(last, "error", self._clock(), f"{type(error).__name__}: {error}")
+
+    def _replay(self, entries: list[Entry], error: PageLost) -> None:
+        """Pages were lost: the sequences that hold them are computed anew from their tokens, the others go on."""
+        lost = {sequence.id for sequence in self.pager.forget(error)} or {entry.sequence.id for entry in entries}
+        for request in list(self._scheduler.running):
+            for choice in request.active:
+                if choice.sequence is None or choice.sequence.id not in lost:
+                    continue
+                self._scheduler.close(choice)
+                choice.replays += 1
+                self._replays += 1
+                if choice.replays > MOST_REPLAYS:
+                    self._end(request, "error", self._clock(), f"pages were lost {choice.replays} times: {error}")
+                    break
+
+    # -- settling
+
+    def _settle(self, drawn: list[Drawn], now: float) -> None:
+        """Give each choice its token, end those that are done, and let the answers to one prompt part."""
+        for choice, sampled in drawn:
+            if isinstance(sampled, SampleError):
+                self._finish(choice, "error", now, error=str(sampled))
+            else:
+                self._extend(choice, sampled, now)
+        for request in {choice.request.id: choice.request for choice, _ in drawn}.values():
+            if not request.forked:
+                self._fork(request)
+            if not request.alive:
+                self._forget(request)
+
+    def _extend(self, choice: Choice, sampled: Sampled, now: float) -> None:
+        """A choice takes a token: its text, and whether it ends."""
+        request, params, token = choice.request, choice.request.params, sampled.token
+        try:
+            choice.state.accept(token)
+        except SampleError as error:
+            self._finish(choice, "error", now, error=str(error))
+            return
+        choice.output.append(token)
+        if choice.first_token is None:
+            choice.first_token = now
+        self._tokens["completion"] += 1
+        reason: FinishReason | None = None
+        stop: str | int | None = None
+        piece = ""
+        if token in self._end_ids and not params.ignore_eos:
+            reason = "stop"
+        elif token in params.stop_token_ids:
+            reason, stop = "stop", token
+        else:
+            piece = choice.text.push(token)
+            if choice.text.stopped:
+                reason, stop = "stop", choice.text.stop_reason
+            elif choice.state.finished:
+                reason = "stop"
+            elif choice.known >= request.most_tokens:
+                reason = "length"
+        logprobs = None
+        if sampled.logprob is not None:
+            logprobs = (TokenLogprob(token, sampled.logprob, tuple(sampled.top)),)
+        if reason is None:
+            self._outputs.append(self._output(choice, piece, (token,), logprobs))
+        else:
+            self._finish(choice, reason, now, stop, piece, (token,), logprobs)
+
+    def _output(
+        self, choice: Choice, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None
+    ) -> Output:
+        told = None
+        request = choice.request
+        if choice.index == 0 and request.params.prompt_logprobs is not None and len(choice.output) <= 1:
+            told = tuple(request.prompt_logprobs)
+        return Output(request.id, choice.index, text, tokens, logprobs, told)
+
+    def _finish(
+        self,
+        choice: Choice,
+        reason: FinishReason,
+        now: float,
+        stop: str | int | None = None,
+        piece: str = "",
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End one answer: what was held back of its text is let go, and its sequence closed unless others need it."""
+        request = choice.request
+        piece += choice.text.finish()
+        if choice.text.stopped and reason == "length":
+            reason, stop = "stop", choice.text.stop_reason
+        choice.finish_reason = reason
+        output = self._output(choice, piece, tokens, logprobs)
+        usage = request.usage(choice, now)
+        self._outputs.append(replace(output, finish_reason=reason, stop_reason=stop, usage=usage, error=error))
+        if request.forked:
+            self._scheduler.close(choice)
+
+    def _fork(self, request: Request) -> None:
+        """The prompt is done and each answer has its first token: give each that goes on a sequence of its own."""
+        request.forked = True
+        first = request.choices[0]
+        sequence, first.sequence = first.sequence, None
+        assert sequence is not None
+        alive = request.alive
+        for choice in alive[1:]:
+            try:
+                choice.sequence = self.pager.fork(sequence)
+            except KVPagerError:
+                continue  # it is computed anew from its tokens, as after a loss
+            choice.cost = choice.sequence.cost
+        if alive:
+            alive[0].sequence, alive[0].cost = sequence, sequence.cost
+        else:
+            self.pager.close(sequence)
+
+    def _end(self, request: Request, reason: FinishReason, now: float, error: str | None = None) -> None:
+        """End all answers of a request that have not ended."""
+        for choice in request.alive:
+            self._finish(choice, reason, now, error=error)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        del self._requests[request.id]
+        self._tokens["prompt"] += len(request.prompt)
+        self._tokens["cached"] += request.cached_tokens
+        reasons = [choice.finish_reason or "error" for choice in request.choices]
+        self._finished[next((reason for reason in reasons if reason not in ("stop", "length")), reasons[0])] += 1
+
+    # -- looking, and the end
+
+    def stats(self) -> EngineStats:
+        """Counters and sizes."""
+        return EngineStats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            preempted=len(self._scheduler.parked),
+            preemptions=self._scheduler.preemptions,
+            replays=self._replays,
+            steps=self._steps,
+            prompt_tokens=self._tokens["prompt"],
+            cached_tokens=self._tokens["cached"],
+            completion_tokens=self._tokens["completion"],
+            pager=self.pager.stats(),
+            finished=dict(self._finished),
+        )
+
+    def check(self) -> None:
+        """Assert that the books balance: the pager's, and that requests and sequences belong together."""
+        self.pager.check()
+        queued = [*self._scheduler.running, *self._scheduler.waiting, *self._scheduler.parked]
+        assert len({request.id for request in queued}) == len(queued), "a request stands in two queues"
+        assert {request.id for request in queued} == set(self._requests), "a request is in no queue, or forgotten"
+        held = [choice.sequence for request in queued for choice in request.choices if choice.sequence is not None]
+        assert len(held) == self.pager.stats().sequences, "a sequence belongs to no request"
+        for request in queued:
+            assert request.alive, f"{request.id} has ended and is still in a queue"
+            for choice in request.choices:
+                assert choice.finish_reason is None or choice.sequence is None, f"{request.id}: an ended answer's pages"
+
+    def close(self) -> None:
+        """Let go of everything; requests that run are not told. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.pager.shutdown()

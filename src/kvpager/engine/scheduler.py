@@ -1,0 +1,233 @@
+"""Who gets how many tokens in the next step: decodes first, then prompts in whole tiles, first come first served."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvpager.core.pager import Pager
+from kvpager.engine.request import Choice, Entry, Request
+from kvpager.engine.room import Room
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """The queues of an engine, and the choice of each step's entries.
+
+    waiting, running, parked   requests, those to be served first in front
+    most_entries               the most sequences of a step after steps have failed; None for no bound
+    """
+
+    def __init__(self, pager: Pager, room: Room, max_num_batched_tokens: int, share: bool) -> None:
+        self._pager, self._room = pager, room
+        self._budget = max_num_batched_tokens
+        self._tile, self._page = pager.config.tile, pager.config.page_size
+        self._share = share and pager.config.mode == "recall"
+        # without a budget, tiles of one and tiles of many select the same: everything
+        self._selects = pager.config.budget is not None
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.parked: list[Request] = []
+        self.most_entries: int | None = None
+        self.preemptions = 0
+
+    # -- the queues
+
+    def add(self, request: Request) -> None:
+        """Let a new request wait for its turn."""
+        insort(self.waiting, request, key=lambda one: one.key)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, wherever it is, and close its sequences."""
+        for queue in (self.running, self.waiting, self.parked):
+            if request in queue:
+                queue.remove(request)
+        for choice in request.choices:
+            self.close(choice)
+
+    def close(self, choice: Choice) -> None:
+        """Let go of a choice's sequence, if it has one."""
+        sequence, choice.sequence = choice.sequence, None
+        if sequence is not None and not sequence.closed:
+            self._pager.close(sequence)
+
+    def park(self, request: Request) -> None:
+        """A running request gives up its frames; it goes on where it was, before those that wait."""
+        self.running.remove(request)
+        for choice in request.choices:
+            self.close(choice)
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.parked, request, key=lambda one: one.key)
+
+    # -- a step
+
+    def schedule(self, now: float) -> list[Entry]:
+        """The next step's entries; none when nothing can run."""
+        self._make_way()
+        self._resume()
+        entries, left = self._decodes()
+        entries += self._prefills(left, now)
+        return self._fit(self._limited(entries))
+
+    def _make_way(self) -> None:
+        """Park running requests of lower priority for the first that waits, where that makes room for it."""
+        first = self.waiting[0] if self.waiting else None
+        if first is None or self._room.fits(first, self.running, self.parked):
+            return
+        victims: list[Request] = []
+        for request in reversed(self.running):
+            if request.priority <= first.priority:
+                return
+            victims.append(request)
+            rest = self.running[: -len(victims)]
+            if self._room.fits(first, rest, [*self.parked, *victims]):
+                for victim in victims:
+                    self.park(victim)
+                return
+
+    def _resume(self) -> None:
+        """Let parked requests go on, the first ones first, unless one of higher priority waits."""
+        while self.parked:
+            first = self.parked[0]
+            if self.waiting and self.waiting[0].priority < first.priority:
+                return
+            if not self._room.fits(first, self.running, self.parked):
+                return
+            self.parked.pop(0)
+            insort(self.running, first, key=lambda one: one.key)
+
+    def _decodes(self) -> tuple[list[Entry], int]:
+        """A token for every sequence whose prompt is done, and what is left of the budget."""
+        ready = [choice for request in self.running for choice in request.active if self._single(choice)]
+        if any(choice.skipped for choice in ready):
+            ready.sort(key=lambda choice: -choice.skipped)
+        entries = [self._entry(choice, choice.length + 1) for choice in ready[: self._budget]]
+        return entries, self._budget - len(entries)
+
+    def _single(self, choice: Choice) -> bool:
+        """Whether a choice goes on by one token: as it decodes, or as it did before its pages were lost."""
+        return choice.decodes or (self._selects and len(choice.request.prompt) <= choice.length < choice.known)
+
+    def _prefills(self, left: int, now: float) -> list[Entry]:
+        """Chunks of whole tiles, up to `left` tokens; requests that wait are started as far as there is room."""
+        entries: list[Entry] = []
+        full = False
+        for request in self._in_order():
+            if left < 1:
+                break
+            if request.started is None:
+                full = full or not self._room.fits(request, self.running, self.parked)
+                if full or self._awaits(request) or (left < self._tile and left < len(request.prompt)):
+                    continue
+                self._start(request, now)
+            for choice in request.active:
+                if self._single(choice):
+                    continue
+                if choice.sequence is None:
+                    self._open(choice)
+                stop = self._stop(choice, left)
+                if stop > choice.length:
+                    entries.append(self._entry(choice, stop))
+                    left -= entries[-1].tokens
+        return entries
+
+    def _in_order(self) -> Iterator[Request]:
+        """Running requests with more than a token to compute and waiting ones, those to be served first in front."""
+        behind = [request for request in self.running if not all(self._single(choice) for choice in request.active)]
+        return heapq.merge(behind, list(self.waiting), key=lambda one: one.key)
+
+    def _stop(self, choice: Choice, left: int) -> int:
+        """Where a chunk of at most `left` tokens ends: at the prompt's end, else at the end of a tile."""
+        start, prompt = choice.length, len(choice.request.prompt)
+        end = prompt if start < prompt else choice.known
+        return end if end - start <= left else max(start, (start + left) // self._tile * self._tile)
+
+    def _entry(self, choice: Choice, stop: int) -> Entry:
+        assert choice.sequence is not None
+        return Entry(choice, choice.sequence, choice.sequence.length, stop, stop == choice.known)
+
+    def _start(self, request: Request, now: float) -> None:
+        self.waiting.remove(request)
+        request.started, request.leader = now, None
+        insort(self.running, request, key=lambda one: one.key)
+        self._open(request.choices[0])
+        request.cached_tokens = request.choices[0].length
+
+    def _open(self, choice: Choice) -> None:
+        """Give a choice a sequence, with what others have computed of its prompt."""
+        request = choice.request
+        # the prompt's log-probabilities need all of its logits, hence all of it computed
+        shares = self._share and request.params.prompt_logprobs is None
+        choice.sequence = self._pager.open(request.prompt if shares else None, request.salt)
+        choice.sequence.cost = choice.cost
+
+    # -- waiting for a prefix that another request computes
+
+    def _awaits(self, request: Request) -> bool:
+        """Whether a request should wait: another one is computing more of its prompt than can be shared yet.
+
+        It waits for one other at most, once, and only while that one runs: so it always gets its turn.
+        """
+        if not self._share or request.params.prompt_logprobs is not None:
+            return False
+        if request.leader is None and not request.has_waited:
+            request.leader, request.shared = self._leader(request)
+            request.has_waited = request.leader is not None
+        leader = request.leader
+        if leader is not None and (leader not in self.running or leader.choices[0].length >= request.shared):
+            request.leader = leader = None
+        return leader is not None
+
+    def _leader(self, request: Request) -> tuple[Request | None, int]:
+        """The running request that computes the longest prefix of this one's prompt, beyond what it has done."""
+        best, most = None, 0
+        for other in self.running:
+            if not other.prefills or other.salt != request.salt:
+                continue
+            shared = self._common(request, other)
+            if shared > max(most, other.choices[0].length):
+                best, most = other, shared
+        return best, most
+
+    def _common(self, request: Request, other: Request) -> int:
+        """Tokens at the beginning of both prompts that can be shared: whole blocks, at least one token left out."""
+        ours, theirs = request.prompt_array, other.prompt_array
+        length = min(len(ours), len(theirs))
+        different = np.flatnonzero(ours[:length] != theirs[:length])
+        same = min(int(different[0]) if different.size else length, len(ours) - 1)
+        unit = self._tile if self._selects else self._page
+        return same // unit * unit
+
+    # -- what the pool allows
+
+    def _limited(self, entries: list[Entry]) -> list[Entry]:
+        """After failed steps: the first few alone."""
+        if self.most_entries is None or len(entries) <= self.most_entries:
+            return entries
+        return sorted(entries, key=lambda entry: entry.choice.request.key)[: self.most_entries]
+
+    def _fit(self, entries: list[Entry]) -> list[Entry]:
+        """Leave out, from the end, what this step has no frames for; it comes first in the next one."""
+        out: list[Entry] = []
+        while entries and self._frames(entries) > self._pager.frames:
+            last = entries.pop()
+            tiles = last.tokens // self._tile
+            if tiles > 1:
+                # in discard mode a chunk needs frames of its own
+                stop = (last.start + (tiles // 2) * self._tile) // self._tile * self._tile
+                entries.append(last._replace(stop=stop, sample=False))
+            else:
+                out.append(last)
+        for entry in entries:
+            entry.choice.skipped = 0
+        for entry in out:
+            entry.choice.skipped += 1
+        return entries
+
+    def _frames(self, entries: list[Entry]) -> int:
+        return self._pager.step_frames({entry.sequence: entry.tokens for entry in entries})
