@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
@@ -89,7 +89,8 @@ class LLM:
     The others are as in :class:`kvpager.build.PagerOptions`: `pool` or `memory` bound the memory and never change
     the answers, `budget` bounds attention and does.
 
-    It belongs to the thread that made it. Raises ConfigError for settings that can't be, and what loading a model raises.
+    It belongs to the thread that made it. Raises ConfigError for settings that can't be, and what
+    :func:`kvpager.build.load_model` raises.
     """
 
     def __init__(
@@ -182,11 +183,13 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestResult]:
         """Answer a conversation, or several, inside the model's chat template; else as :meth:`generate`."""
-        talks: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not isinstance(messages, Sequence) or not messages:
+            raise InputError("messages: there is none")
+        talks: Any = [messages] if isinstance(messages[0], Mapping) else messages
         ids = [self.chat_ids(talk) for talk in talks]
         return self._answer([None] * len(ids), ids, params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Output]:
         """Answer one prompt and give what each step adds; leaving the loop ends the request.
 
         Raises with the first output what :meth:`generate` raises.
@@ -213,8 +216,7 @@ class LLM:
                 answers[request_id] = [_Answer() for _ in range(own.n)]
             self._run(engine, answers, progress)
         except KeyboardInterrupt:
-            self._abort(answers)
-            self.close()
+            self.close()  # it may have broken into a step: nothing else is sure to work
             raise
         except BaseException:
             self._abort(answers)
@@ -238,7 +240,11 @@ class LLM:
     def _abort(self, request_ids: Iterable[str]) -> None:
         """End requests as far as they run, and read over what the engine has to tell about them."""
         engine = self._engine
-        if engine is not None and any([engine.abort(request_id) for request_id in request_ids]):
+        if engine is None:
+            return
+        for request_id in request_ids:
+            engine.abort(request_id)
+        if engine.has_work:
             engine.step()
 
     # -- texts
@@ -255,7 +261,9 @@ class LLM:
         if not isinstance(messages, Sequence) or not messages:
             raise InputError("messages: there is none")
         for message in messages:
-            if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
                 raise InputError(f"messages: {message!r} is not like {{'role': 'user', 'content': 'Hello'}}")
         return chat_ids(self._loaded, messages)
 
@@ -265,6 +273,11 @@ class LLM:
         if not isinstance(prompt, Sequence) or any(isinstance(one, bool) or not isinstance(one, int) for one in prompt):
             raise InputError(f"prompts[{index}]: expected text or a list of token ids, got {brief(prompt)}")
         return list(prompt)
+
+    def room(self, prompt_tokens: int, max_tokens: int) -> int:
+        """`max_tokens`, or what the longest length leaves after a prompt, one at least."""
+        longest = self._open().config.max_model_len or self._loaded.context_length
+        return max_tokens if longest is None else max(1, min(max_tokens, longest - prompt_tokens))
 
     # -- life
 

@@ -6,7 +6,7 @@ The only module that imports httpx, and only when a server is spoken to.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -63,6 +63,10 @@ class Remote:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
 
     async def models(self) -> list[str]:
@@ -94,7 +98,7 @@ class Remote:
                 return tokens
         return None
 
-    async def stream(self, endpoint: Endpoint, body: Mapping[str, Any]) -> AsyncIterator[Piece]:
+    async def stream(self, endpoint: Endpoint, body: Mapping[str, Any]) -> AsyncGenerator[Piece]:
         """Ask with `body` and give what comes, a piece for each event; raises RemoteError."""
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         ended = False

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpager.bench.load import Load, Record
-from kvpager.bench.plots import COLOURS, GRID, INK
+from kvpager.bench.plots import COLOURS, INK, dressed
 from kvpager.pictures import figure_type
 
 __all__ = ["draw_load"]
@@ -36,7 +36,7 @@ def draw_load(load: Load, rows: Sequence[Mapping[str, Any]], title: str, path: s
             if found:
                 shares = [100 * (rank + 1) / len(found) for rank in range(len(found))]
                 axes.plot(found, shares, drawstyle="steps-post", lw=1.4, color=colour, label=f"{kind} (n={len(found)})")
-        _dress(axes, f"{name} (ms)", "at most that (%)")
+        dressed(axes, f"{name} (ms)", "at most that (%)")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8, loc="lower right")
     _timeline(figure.add_subplot(grid[1, :]), rows, dict(zip(kinds, _colours(kinds), strict=True)))
@@ -56,13 +56,4 @@ def _timeline(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[str
         axes.barh(row["index"], first - row["sent_s"], left=row["sent_s"], height=0.8, color=colour, alpha=0.3)
         axes.barh(row["index"], row["ended_s"] - first, left=first, height=0.8, color=colour)
     axes.invert_yaxis()
-    _dress(axes, "seconds (pale: until the first text; red: failed)", "request")
-
-
-def _dress(axes: Any, below: str, beside: str) -> None:
-    axes.set_xlabel(below, fontsize=9)
-    axes.set_ylabel(beside, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(color=GRID, lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    dressed(axes, "seconds (pale: until the first text; red: failed)", "request")
