@@ -82,6 +82,12 @@ class FrameStorage(Protocol):
     def finish(self, frames: IntArray) -> None:
         """These frames' pages are full for good, or gone: what was held beside them to open them again may go."""
 
+    def suspend(self, frames: IntArray) -> Bytes:
+        """All that open pages need to go on elsewhere: uint8 [n * k, page_bytes], k pieces a page after one another."""
+
+    def resume(self, frames: IntArray, pieces: Bytes) -> None:
+        """Make frames hold what `suspend` gave, [n * k, page_bytes]: all that is done next gives the same bits."""
+
 
 class PageList(NamedTuple):
     """The pages of one group, sorted by head, then by position."""

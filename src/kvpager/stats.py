@@ -29,6 +29,8 @@ class PagerStats:
     frames, frames_used the pool's size, and frames that hold a page
     sequences, tokens   open sequences, and tokens that they hold together
     cached_blocks       full blocks of closed sequences, kept for reuse
+    parked_sequences    open sequences that are parked
+    parked_bytes        bytes in swap of the pages that parked sequences hold, those shared with others included
     recalls, evictions  pages read back from swap; pages that left the pool and stayed readable
     discards            pages that were dropped for good (mode "discard")
     swap_writes         pages written to swap
@@ -50,6 +52,8 @@ class PagerStats:
     sequences: int
     tokens: int
     cached_blocks: int
+    parked_sequences: int
+    parked_bytes: int
     recalls: int
     evictions: int
     discards: int

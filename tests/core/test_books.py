@@ -20,7 +20,7 @@ MOST = 4  # sequences
 
 
 class History(RuleBasedStateMachine):
-    """Open, append, attend, fork, trim, close, evict and recall in any order, over the smallest pool that serves."""
+    """Open, append, attend, fork, trim, park, close and recall in any order, over the smallest pool that serves."""
 
     mode = "recall"
 
@@ -45,7 +45,9 @@ class History(RuleBasedStateMachine):
         self.next_token = 0
 
     def pick(self, data):
-        return data.draw(st.sampled_from(self.live))
+        sequence = data.draw(st.sampled_from(self.live))
+        self.rig.pager.unpark(sequence)
+        return sequence
 
     def words(self, count):
         self.next_token += count
@@ -66,6 +68,8 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: len(self.live) > 1)
     @rule(counts=st.lists(st.integers(1, 12), min_size=MOST, max_size=MOST))
     def step_all(self, counts):
+        for sequence in self.live:
+            self.rig.pager.unpark(sequence)
         self.rig.feed(self.live, counts[: len(self.live)])
 
     @precondition(lambda self: self.live and self.mode == "recall")
@@ -100,10 +104,15 @@ class History(RuleBasedStateMachine):
         except InputError:
             assert self.mode == "discard"
 
+    @precondition(lambda self: self.live and self.mode == "recall")
+    @rule(data=st.data())
+    def park(self, data):
+        self.rig.pager.park(data.draw(st.sampled_from(self.live)))
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def close(self, data):
-        sequence = self.pick(data)
+        sequence = data.draw(st.sampled_from(self.live))
         self.rig.pager.close(sequence)
         self.bury()
 

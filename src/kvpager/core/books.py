@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvpager.core import parking
 from kvpager.core.pagetable import ABSENT
 from kvpager.core.sequence import Sequence
 from kvpager.core.state import State
@@ -102,6 +103,8 @@ def stats(state: State) -> PagerStats:
         sequences=len(state.sequences),
         tokens=state.tokens,
         cached_blocks=state.blocks.cached,
+        parked_sequences=sum(sequence.parked for sequence in state.sequences.values()),
+        parked_bytes=parking.parked_bytes(state),
         recalls=counters.recalls,
         evictions=counters.evictions,
         discards=counters.discards,
@@ -122,21 +125,29 @@ def check(state: State) -> None:
         assert len(sequence.rows) == -(-int(sequence.filled.max()) // state.config.page_size), f"{sequence}: rows"
         _check_pages(state, sequence)
     state.blocks.check(dict(held))
-    state.residency.check()
+    state.residency.check(parking.stashed(state))
 
 
 def _check_pages(state: State, sequence: Sequence) -> None:
-    """Every page that a sequence sees is in the pool or in swap; open ones are in the pool."""
+    """Every page that a sequence sees is in the pool or in swap; open ones are in the pool unless it is parked."""
     size = state.config.page_size
+    if sequence.stash is not None:
+        assert (sequence.filled == sequence.length).all(), f"{sequence}: layers of different lengths"
+        pages = state.shape.layers * state.shape.kv_heads if sequence.length % size else 0
+        assert len(sequence.stash) % max(pages, 1) == 0, f"{sequence}: pieces of its open pages are missing"
+        assert bool(len(sequence.stash)) == bool(pages), f"{sequence}: its open pages are not where they should be"
     for layer, filled in enumerate(sequence.filled.tolist()):
         written = sequence.rows[: -(-filled // size)]
         frames, slots = state.table.frame[written, layer], state.table.slot[written, layer]
         there = (frames != ABSENT) | (slots != ABSENT)
         if sequence.view is not None:
             there |= ~sequence.view[: len(written), layer]
+        if sequence.parked and filled % size:
+            assert not there[-1].any(), f"{sequence}: an open page of layer {layer} is there though it is parked"
+            there = there[:-1]
         assert there.all(), f"{sequence}: a page of layer {layer} is nowhere"
         sealed = state.table.sealed[written, layer]
         assert sealed[: filled // size].all(), f"{sequence}: a full page of layer {layer} is not sealed"
-        if filled % size:
+        if filled % size and not sequence.parked:
             assert (frames[-1] != ABSENT).all(), f"{sequence}: the open page of layer {layer} is not in the pool"
             assert not sealed[-1], f"{sequence}: the open page of layer {layer} is sealed"

@@ -39,6 +39,7 @@ def _share_prefix(state: State, sequence: Sequence, tokens: list[int]) -> None:
     for row in found.rows:
         state.blocks.hold(row)
     sequence.rows = np.array(found.rows, np.int64)
+    sequence.cost.evictions -= state.table.evictions(sequence.rows)
     sequence.keys = list(found.keys)
     sequence.length = len(found.rows) * size
     sequence.filled[:] = sequence.length

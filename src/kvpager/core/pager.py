@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape, PagerConfig
-from kvpager.core import books, forking, transaction
+from kvpager.core import books, forking, parking, transaction
 from kvpager.core.attention import AttendResult, TileEvent
 from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
 from kvpager.core.guards import changes, owned
@@ -129,6 +129,33 @@ class Pager:
             self._state.blocks.unname(row)
         return [one for one in self._state.sequences.values() if np.isin(one.rows, lost.rows).any()]
 
+    @changes
+    def park(self, sequence: Sequence) -> None:
+        """Let a sequence wait without frames: its pages go to swap, and those that no other running one holds leave.
+
+        Until `unpark` it can only be closed and looked at; steps with it, `fork` and `crop` raise SequenceError. What
+        it gives afterwards is the same, bit for bit. An open step is rolled back first. Raises SwapError with nothing
+        changed, and ConfigError in discard mode, which has no swap. Harmless for a sequence that is parked.
+        """
+        if self.config.mode == "discard":
+            raise ConfigError("mode: 'discard' has no swap to park a sequence in; use 'recall'")
+        self._check_sequence(sequence)
+        if not sequence.parked:
+            self._settled(sequence, "park")
+            parking.park(self._state, sequence)
+
+    @changes
+    def unpark(self, sequence: Sequence) -> None:
+        """Let a parked sequence run again: its open pages come back into frames, the others when they are wanted.
+
+        Raises PoolExhausted, SwapError or PageLost with nothing changed. An open step is rolled back first. Harmless
+        for a sequence that is not parked.
+        """
+        self._check_sequence(sequence)
+        if sequence.parked:
+            self.rollback()
+            parking.unpark(self._state, sequence)
+
     # -- steps
 
     @changes
@@ -150,7 +177,7 @@ class Pager:
                 f"counts: {len(growth)} counts for {len(chosen)} sequences; give one for each, at least one"
             )
         for sequence in chosen:
-            self._check_sequence(sequence)
+            self._check_running(sequence, "begin")
         if len({sequence.id for sequence in chosen}) != len(chosen):
             raise InputError("sequences: a sequence stands twice in the step")
         ids = [] if token_ids is None else step_tokens(token_ids, growth)
@@ -170,7 +197,7 @@ class Pager:
         the layer that has had least. Raises PoolExhausted or SwapError; a step in which that happens can only be
         rolled back, and outside a step it has been.
         """
-        self._check_sequence(sequence)
+        self._check_running(sequence, "append")
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.kv_heads, None, self.shape.head_dim)
         layout, dtype = "[kv_heads, tokens, head_dim]", self.shape.dtype
@@ -207,7 +234,7 @@ class Pager:
 
         Raises PageLost, PoolExhausted or SwapError; a step in which that happens can only be rolled back.
         """
-        self._check_sequence(sequence)
+        self._check_running(sequence, "attend")
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.query_heads, None, self.shape.head_dim)
         asked = floats("queries", queries, dims, "[query_heads, tokens, head_dim]")
@@ -299,7 +326,7 @@ class Pager:
 
         Absent pages are read back. Raises InputError when pages of these positions were discarded.
         """
-        self._check_sequence(sequence)
+        self._check_running(sequence, "read")
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         end = int(sequence.filled[layer])
         stop = end if stop is None else whole("stop", stop, 1, end)
@@ -344,14 +371,16 @@ class Pager:
 
     @owned
     def step_frames(self, growth: Mapping[Sequence, int]) -> int:
-        """The frames without which a step that gives each sequence so many new tokens could not run, with all others.
+        """The frames without which a step cannot run that adds so many tokens to these sequences (0: it only waits).
 
-        Recall: the open pages of all live sequences, those that the step opens, and one group.
-        Discard: what the views may hold, and one layer's incoming chunk.
+        All other open sequences are counted with what they hold now; parked ones only where `growth` names them, as if
+        they were back. The pool has `stats().frames`.
         """
-        for sequence in growth:
+        counts = {}
+        for sequence, count in growth.items():
             self._check_sequence(sequence)
-        return transaction.frames_needed(self._state, {sequence.id: count for sequence, count in growth.items()})
+            counts[sequence.id] = whole("growth", count, 0, 2**31 - 1)
+        return transaction.frames_needed(self._state, counts)
 
     @owned
     def stats(self) -> PagerStats:
@@ -417,8 +446,13 @@ class Pager:
                 "append to every layer first"
             )
 
-    def _settled(self, sequence: Sequence, call: str) -> None:
+    def _check_running(self, sequence: Sequence, call: str) -> None:
         self._check_sequence(sequence)
+        if sequence.parked:
+            raise SequenceError(f"{call}: sequence {sequence.id} is parked; unpark it first")
+
+    def _settled(self, sequence: Sequence, call: str) -> None:
+        self._check_running(sequence, call)
         self.rollback()
         self._check_sequence(sequence)
         self._check_even(sequence, call)

@@ -24,6 +24,7 @@ class PageTable:
     slot     int32 [rows, layers, heads]: the slot in swap that holds the same bytes, or ABSENT (a dirty page)
     sealed   bool [rows, layers]: the pages are full and immutable
     expired  bool [rows, layers]: out of the layer's sliding window, hence the first victims
+    left     int32 [rows]: how often one of the block's pages has left the pool and stayed readable
     """
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -32,6 +33,7 @@ class PageTable:
         self.slot: npt.NDArray[np.int32] = np.empty((0, layers, heads), np.int32)
         self.sealed: npt.NDArray[np.bool_] = np.empty((0, layers), np.bool_)
         self.expired: npt.NDArray[np.bool_] = np.empty((0, layers), np.bool_)
+        self.left: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
     @property
     def rows(self) -> int:
@@ -41,7 +43,7 @@ class PageTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the table."""
-        return self.frame.nbytes + self.slot.nbytes + self.sealed.nbytes + self.expired.nbytes
+        return self.frame.nbytes + self.slot.nbytes + self.sealed.nbytes + self.expired.nbytes + self.left.nbytes
 
     def grow(self, rows: int) -> None:
         """Have at least `rows` rows."""
@@ -53,10 +55,15 @@ class PageTable:
             flags = np.zeros((more, self.layers), np.bool_)
             self.sealed = np.concatenate([self.sealed, flags])
             self.expired = np.concatenate([self.expired, flags])
+            self.left = np.concatenate([self.left, np.zeros(more, np.int32)])
 
     def flat(self, rows: IntArray | int, layer: int, heads: IntArray) -> IntArray:
         """Flat indices of pages: the owners' names in the frame pool."""
         return (rows * self.layers + layer) * self.heads + heads
+
+    def evictions(self, rows: IntArray) -> int:
+        """How often a page of these blocks has left the pool."""
+        return int(self.left[rows].sum())
 
     def clear(self, rows: int | IntArray, layer: int | slice) -> None:
         """Forget pages whose frames and slots have been given back."""
@@ -64,3 +71,5 @@ class PageTable:
         self.slot[rows, layer] = ABSENT
         self.sealed[rows, layer] = False
         self.expired[rows, layer] = False
+        if isinstance(layer, slice):
+            self.left[rows] = 0

@@ -153,10 +153,7 @@ class Residency:
                     if self._reclaim():
                         continue
                     raise
-            flat = self.pool.pages(frames)
-            self.table.frame.reshape(-1)[flat] = ABSENT
-            self.pool.free(frames)
-            self.counters.evictions += len(frames)
+            self.leave(frames)
             return
 
     def _least(self, frames: IntArray, count: int) -> IntArray:
@@ -196,6 +193,49 @@ class Residency:
                 # nothing is lost: the pages stay in their frames, and an eviction that needs one will say so
                 return
 
+    def store(self, opened: IntArray, full: IntArray) -> IntArray:
+        """Write frames to swap: all of `opened`, whose slots are returned, and of `full` those it does not hold yet.
+
+        Nothing leaves the pool. Raises SwapError with nothing changed.
+        """
+        assert self.swap is not None
+        slots = self.table.slot.reshape(-1)
+        dirty = self.pool.pages(full[~self._clean(full)])
+        stash = self.swap.write(self.storage.suspend(opened)) if opened.size else np.empty(0, np.int64)
+        try:
+            self._write(full)
+        except SwapError:
+            undone = dirty[slots[dirty] != ABSENT]
+            self.swap.free(np.concatenate([stash, slots[undone]]))
+            slots[undone] = ABSENT
+            self.counters.swap_writes -= len(undone)
+            raise
+        self.counters.swap_writes += len(opened)
+        return stash
+
+    def restore(self, flat: IntArray, stash: IntArray) -> None:
+        """Open pages [n] that `store` wrote come back into frames, and their slots are free.
+
+        Raises PoolExhausted, PageLost or SwapError with nothing changed.
+        """
+        assert self.swap is not None
+        if not flat.size:
+            return
+        pieces = self.swap.read(stash)
+        frames = self.pool.allocate(flat, self.make_room)
+        self.storage.resume(frames, pieces)
+        self.table.frame.reshape(-1)[flat] = frames
+        self.swap.free(stash)
+        self.counters.recalls += len(flat)
+
+    def leave(self, frames: IntArray) -> None:
+        """Take pages that swap holds out of the pool."""
+        flat = self.pool.pages(frames)
+        self.table.frame.reshape(-1)[flat] = ABSENT
+        np.add.at(self.table.left, flat // (self.table.layers * self.table.heads), 1)
+        self.pool.free(frames)
+        self.counters.evictions += len(frames)
+
     def release(self, rows: int | IntArray, layer: int | slice = slice(None)) -> None:
         """Give back the frames and slots of blocks that nobody holds, or of their pages in one layer."""
         frames, slots = self.table.frame[rows, layer], self.table.slot[rows, layer]
@@ -208,15 +248,15 @@ class Residency:
         self.table.clear(rows, layer)
 
     def free(self, flat: IntArray) -> None:
-        """Give back the frames of pages that nobody sees any more (discard mode)."""
+        """Give back the frames of pages that nobody sees any more (discard mode), or that were parked while open."""
         frames = self.table.frame.reshape(-1)
         gone = frames[flat].astype(np.int64)
         self.storage.finish(gone)
         self.pool.free(gone)
         frames[flat] = ABSENT
 
-    def check(self) -> None:
-        """Assert that frames, the page table and swap agree."""
+    def check(self, beside: int = 0) -> None:
+        """Assert that frames, the page table and swap agree; so many slots are in use `beside` the table's."""
         self.pool.check()
         frames = self.table.frame.reshape(-1)
         resident = np.flatnonzero(frames != ABSENT)
@@ -226,4 +266,5 @@ class Residency:
         slots = self.table.slot[self.table.slot != ABSENT]
         assert len(np.unique(slots)) == len(slots), "two pages have one slot in swap"
         if self.swap is not None:
-            assert len(slots) == self.swap.used, f"{len(slots)} pages in swap, {self.swap.used} slots in use"
+            held = len(slots) + beside
+            assert held == self.swap.used, f"{held} pages in swap, {self.swap.used} slots in use"

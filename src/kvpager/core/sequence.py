@@ -14,22 +14,33 @@ __all__ = ["Cost", "Saved", "Sequence", "Step"]
 
 @dataclass
 class Cost:
-    """What a sequence's tiles have taken, rolled back steps included; a fork goes on from its parent's.
+    """What a sequence has taken, rolled back steps included; a fork goes on from its parent's.
 
     tiles            tiles attended, over all layers
     pages_attended   pages that they attended to
     recalls          pages that were read back for them
+    evictions        pages of its blocks that left the pool while it held them, whoever needed the frames; counted
+                     when it is closed
     coverage_sum     sum over tiles of the estimated share of attention that their selection kept
     """
 
     tiles: int = 0
     pages_attended: int = 0
     recalls: int = 0
+    evictions: int = 0
     coverage_sum: float = 0.0
+
+    def add(self, other: Cost) -> None:
+        """Count what another sequence of the same tokens has taken."""
+        self.tiles += other.tiles
+        self.pages_attended += other.pages_attended
+        self.recalls += other.recalls
+        self.evictions += other.evictions
+        self.coverage_sum += other.coverage_sum
 
 
 class Sequence:
-    """One sequence of a pager: opaque but for `id`, `length` (committed tokens) and `closed`."""
+    """One sequence of a pager: opaque but for `id`, `length` (committed tokens), `closed` and `parked`."""
 
     def __init__(self, number: int, owner: object, layers: int) -> None:
         self.id = number
@@ -54,6 +65,13 @@ class Sequence:
         self.view: BoolArray | None = None
         self.tick = 0
         self.cost = Cost()
+        # while it is parked: the slots in swap of its open pages' pieces, [layers * heads * k] or none; else None
+        self.stash: IntArray | None = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether its pages have left the pool until `unpark`."""
+        return self.stash is not None
 
     @property
     def rows(self) -> IntArray:
@@ -74,7 +92,8 @@ class Sequence:
         return self._rows[first:stop]
 
     def __repr__(self) -> str:
-        return f"Sequence(id={self.id}, length={self.length}{', closed' if self.closed else ''})"
+        state = ", closed" if self.closed else ", parked" if self.parked else ""
+        return f"Sequence(id={self.id}, length={self.length}{state})"
 
 
 @dataclass(frozen=True)

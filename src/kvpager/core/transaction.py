@@ -19,13 +19,16 @@ __all__ = ["begin", "close", "commit", "frames_needed", "free_unseen", "guarded"
 def frames_needed(state: State, growth: dict[int, int]) -> int:
     """The frames without which a step that adds `growth` tokens (by sequence id) cannot run.
 
-    Recall: the open pages of all live sequences, those that the step opens, and one group.
+    Recall: the open pages of all live sequences, those that the step opens, and one group. Parked sequences are left
+    out, unless they are among `growth`: then they count as if they were back.
     Discard: what the views may hold, and one layer's incoming chunk.
     """
     config, shape = state.config, state.shape
     size, block = config.page_size, shape.layers * shape.kv_heads
     needed = longest = 0
     for sequence in state.sequences.values():
+        if sequence.parked and sequence.id not in growth:
+            continue
         more = growth.get(sequence.id, 0)
         total = -(-(sequence.length + more) // size)
         if config.mode == "discard":
@@ -239,12 +242,17 @@ def close(state: State, sequence: Sequence) -> None:
     """Let go of all blocks of a sequence."""
     sequence.closed = True
     del state.sequences[sequence.id]
+    sequence.cost.evictions += state.table.evictions(sequence.rows)
     # what is cached last is reclaimed last: leading blocks are worth most, so they are let go of last
     for row in sequence.rows[::-1].tolist():
         state.blocks.drop(row)
     if sequence.view is not None:
         free_unseen(state, sequence.rows)
     sequence.rows = sequence.rows[:0]
+    if sequence.stash is not None:
+        assert state.swap is not None
+        state.swap.free(sequence.stash)
+        sequence.stash = None
 
 
 def free_unseen(state: State, rows: IntArray) -> None:

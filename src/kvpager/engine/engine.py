@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvpager.config import DEFAULT_POOL_BYTES, DType, KVShape, PagerConfig, parse_size
 from kvpager.core.pager import Pager
+from kvpager.engine.guided import Guides
 from kvpager.engine.outputs import EngineStats, FinishReason, Output, TokenLogprob
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.request import Choice, Entry, Request
@@ -89,6 +90,7 @@ class Engine:
         self._vocabulary = int(text.vocab_size)
         self._end_ids = loaded.end_ids
         self._decoders = {skip: decoder(loaded.tokenizer, skip) for skip in (True, False)}
+        self._guides = Guides(loaded.tokenizer, self._vocabulary, loaded.end_ids)
         self._clock = clock
         self._seeds = random.Random(self.config.seed)
         shape = kv_shape(loaded.model.config, kv_dtype or loaded.dtype)
@@ -103,7 +105,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._outputs: list[Output] = []  # that a later step gives out
         self._finished: Counter[str] = Counter()
-        self._numbers = self._steps = self._replays = self._failures = 0
+        self._numbers = self._steps = 0
         self._tokens: Counter[str] = Counter()
         self._closed = False
 
@@ -157,7 +159,7 @@ class Engine:
         if self._closed:
             raise EngineStopped("the engine was closed")
         ids = self._checked(request_id, prompt, params, priority, deadline, salt)
-        most = self._room.require(len(ids), params.max_tokens, params.n)
+        need = self._room.require(len(ids), params.max_tokens, params.n)
         if len(self._scheduler.waiting) >= self.config.max_queue:
             raise QueueFull(f"{len(self._scheduler.waiting)} requests wait already (max_queue); try again later")
         request = Request(
@@ -169,12 +171,13 @@ class Engine:
             salt=salt,
             number=self._numbers,
             arrived=self._clock(),
-            most_tokens=most,
+            need=need,
         )
         seed = self._seeds.getrandbits(63)
         decode = self._decoders[params.skip_special_tokens]
         for index in range(params.n):
-            state = SampleState(params, seed=seed, choice=index, prompt=ids)
+            guide = None if params.json_schema is None else self._guides.guide(str(params.json_schema))
+            state = SampleState(params, seed=seed, choice=index, prompt=ids, guide=guide)
             request.choices.append(Choice(request, index, state, TextState(decode, params)))
         self._numbers += 1
         self._requests[request_id] = request
@@ -250,19 +253,23 @@ class Engine:
         except PageLost as error:
             self._replay(entries, error)
             return []
-        except (PoolExhausted, SwapError) as error:
-            self._ease(entries, error)
-            return []
         except AssertionError:
             raise
         except Exception as error:
-            # the model failed: whose fault it was can't be told, so all of the step end, and others go on
-            for request in {entry.choice.request.id: entry.choice.request for entry in entries}.values():
-                self._end(request, "error", self._clock(), f"{type(error).__name__}: {error}")
-            return []
+            # whose fault it was shows when each runs alone
+            return self._one_by_one(entries) if len(entries) > 1 else self._failed(entries[0], error)
         self._steps += 1
-        self._failures = 0
-        self._scheduler.most_entries = None
+        return drawn
+
+    def _one_by_one(self, entries: list[Entry]) -> list[Drawn]:
+        """After a failed step: its entries as steps of their own, as far as none of them lacks room."""
+        drawn: list[Drawn] = []
+        preemptions = self._scheduler.preemptions
+        for entry in entries:
+            if self._scheduler.preemptions > preemptions:
+                break  # somebody has made room: the next step tries again
+            if entry.choice.sequence is entry.sequence:  # else it has ended, or was lost
+                drawn += self._run([entry])
         return drawn
 
     def _stuck(self) -> list[Drawn]:
@@ -275,14 +282,14 @@ class Engine:
                 self._end(running[0], "error", self._clock(), "no step of it fits the pool")
         return []
 
-    def _ease(self, entries: list[Entry], error: KVPagerError) -> None:
-        """A step had no room: try fewer sequences, then do without the request that is to be served last."""
-        if len(entries) > 1:
-            self._scheduler.most_entries = len(entries) // 2
-            return
-        self._failures += 1
-        last = self._scheduler.running[-1]
-        self._end(last, "error", self._clock(), f"{type(error).__name__}: {error}")
+    def _failed(self, entry: Entry, error: Exception) -> list[Drawn]:
+        """An entry failed alone: for want of room who is to be served last makes way, else its request ends."""
+        running = self._scheduler.running
+        if isinstance(error, (PoolExhausted, SwapError)) and len(running) > 1:
+            self._scheduler.give_up(running[-1])
+        else:
+            self._end(entry.choice.request, "error", self._clock(), f"{type(error).__name__}: {error}")
+        return []
 
     def _replay(self, entries: list[Entry], error: PageLost) -> None:
         """Pages were lost: the sequences that hold them are computed anew from their tokens, the others go on."""
@@ -291,9 +298,7 @@ class Engine:
             for choice in request.active:
                 if choice.sequence is None or choice.sequence.id not in lost:
                     continue
-                self._scheduler.close(choice)
-                choice.replays += 1
-                self._replays += 1
+                self._scheduler.lose(choice)
                 if choice.replays > MOST_REPLAYS:
                     self._end(request, "error", self._clock(), f"pages were lost {choice.replays} times: {error}")
                     break
@@ -338,7 +343,7 @@ class Engine:
                 reason, stop = "stop", choice.text.stop_reason
             elif choice.state.finished:
                 reason = "stop"
-            elif choice.known >= request.most_tokens:
+            elif choice.known >= request.need.length:
                 reason = "length"
         logprobs = None
         if sampled.logprob is not None:
@@ -353,7 +358,8 @@ class Engine:
     ) -> Output:
         told = None
         request = choice.request
-        if choice.index == 0 and request.params.prompt_logprobs is not None and len(choice.output) <= 1:
+        if choice.index == 0 and request.params.prompt_logprobs is not None and not request.told:
+            request.told = True
             told = tuple(request.prompt_logprobs)
         return Output(request.id, choice.index, text, tokens, logprobs, told)
 
@@ -374,11 +380,11 @@ class Engine:
         if choice.text.stopped and reason == "length":
             reason, stop = "stop", choice.text.stop_reason
         choice.finish_reason = reason
+        if request.forked:
+            self._scheduler.close(choice)
         output = self._output(choice, piece, tokens, logprobs)
         usage = request.usage(choice, now)
         self._outputs.append(replace(output, finish_reason=reason, stop_reason=stop, usage=usage, error=error))
-        if request.forked:
-            self._scheduler.close(choice)
 
     def _fork(self, request: Request) -> None:
         """The prompt is done and each answer has its first token: give each that goes on a sequence of its own."""
@@ -421,7 +427,7 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             preempted=len(self._scheduler.parked),
             preemptions=self._scheduler.preemptions,
-            replays=self._replays,
+            replays=self._scheduler.replays,
             steps=self._steps,
             prompt_tokens=self._tokens["prompt"],
             cached_tokens=self._tokens["cached"],

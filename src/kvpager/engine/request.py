@@ -9,6 +9,7 @@ import numpy as np
 from kvpager.core.sequence import Cost, Sequence
 from kvpager.engine.outputs import FinishReason, TokenLogprob, Usage
 from kvpager.engine.params import SamplingParams
+from kvpager.engine.room import Need
 from kvpager.engine.sampler import SampleState
 from kvpager.engine.text import TextState
 from kvpager.ports import IntArray
@@ -89,12 +90,12 @@ class Request:
         salt: bytes,
         number: int,
         arrived: float,
-        most_tokens: int,
+        need: Need,
     ) -> None:
         self.id, self.prompt, self.params = request_id, prompt, params
         self.priority, self.deadline, self.salt = priority, deadline, salt
         self.number, self.arrived = number, arrived
-        self.most_tokens = most_tokens  # that one of its sequences may come to hold
+        self.need = need
         self.choices: list[Choice] = []
         self.prompt_array: IntArray = np.array(prompt, np.int64)
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -102,6 +103,8 @@ class Request:
         self.leader: Request | None = None  # it computes a prefix that this one waits for
         self.shared = 0  # tokens of that prefix
         self.has_waited = False
+        self.patience: int | None = None  # the count of ended requests at which it gave up its pages
+        self.told = False  # whether the prompt's log-probabilities were given out
         self.cached_tokens = 0
         self.preemptions = 0
         self.started: float | None = None
@@ -135,7 +138,7 @@ class Request:
             cached_tokens=self.cached_tokens,
             pages_attended=cost.pages_attended,
             pages_recalled=cost.recalls,
-            pages_evicted=0,
+            pages_evicted=cost.evictions,
             estimated_mass_coverage=cost.coverage_sum / cost.tiles if cost.tiles else 1.0,
             preemptions=self.preemptions,
             queue_s=(now if self.started is None else self.started) - self.arrived,

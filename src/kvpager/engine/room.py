@@ -6,21 +6,27 @@ holds them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpager.config import parse_size
 from kvpager.core.pager import Pager
-from kvpager.engine.request import Request
 from kvpager.errors import RequestTooLarge
 
-__all__ = ["Room"]
+__all__ = ["Need", "Room"]
 
 
 @dataclass(frozen=True)
-class _Need:
-    """The most that a request comes to need: sequences, frames for itself alone, tokens held, pages in swap."""
+class Need:
+    """The most that a request comes to need.
 
+    length      tokens of one of its sequences
+    sequences   answers side by side
+    frames      for itself alone
+    tokens      of all its sequences
+    pages       of all its sequences
+    """
+
+    length: int
     sequences: int
     frames: int
     tokens: int
@@ -50,8 +56,8 @@ class Room:
             limits.append((self._pages // self._block * config.page_size, "the pager's swap_limit"))
         self.tokens, self.limit = min(limits)
 
-    def require(self, prompt: int, max_tokens: int | None, choices: int) -> int:
-        """The most tokens that one sequence of a new request may hold.
+    def require(self, prompt: int, max_tokens: int | None, choices: int) -> Need:
+        """What a new request may come to need.
 
         Raises RequestTooLarge for what could never run: its size and the limit that it passes are told.
         """
@@ -79,13 +85,10 @@ class Room:
                 f"{choices} answers of up to {total} tokens are {need.pages} pages, and the pager's swap_limit allows "
                 f"{self._pages}"
             )
-        return total
+        return need
 
-    def fits(self, request: Request, running: Iterable[Request], parked: Iterable[Request]) -> bool:
-        """Whether `request` can run beside those that run, while those that are parked keep their pages in swap."""
-        own = self.need(request)
-        held = [self.need(one) for one in running]
-        kept = [self.need(one) for one in parked if one is not request]
+    def fits(self, own: Need, held: list[Need], kept: list[Need]) -> bool:
+        """Whether a request can run beside those that `held` is of, while those that `kept` is of wait in swap."""
         if own.sequences + sum(need.sequences for need in held) > self._max_num_seqs:
             return False
         everyone = [own, *held, *kept]
@@ -95,17 +98,13 @@ class Room:
             return False
         return self._frames([own, *held]) <= self._pager.frames
 
-    def need(self, request: Request) -> _Need:
-        """What a request may come to need."""
-        return self._need(request.most_tokens, request.params.n)
-
-    def _need(self, total: int, choices: int) -> _Need:
+    def _need(self, total: int, choices: int) -> Need:
         blocks = -(-total // self._page_size)
         alone = self._pager.minimum_frames(1, total)
         frames = alone + (choices - 1) * (self._block if self._recall else alone)
-        return _Need(choices, frames, choices * total, choices * blocks * self._block)
+        return Need(total, choices, frames, choices * total, choices * blocks * self._block)
 
-    def _frames(self, needs: list[_Need]) -> int:
+    def _frames(self, needs: list[Need]) -> int:
         """Recall: an open block for each sequence; the largest alone: another block, and one group.
 
         So a step can always let one more sequence go on to a new block, and nobody waits for ever.

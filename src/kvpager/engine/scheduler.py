@@ -11,6 +11,7 @@ import numpy as np
 from kvpager.core.pager import Pager
 from kvpager.engine.request import Choice, Entry, Request
 from kvpager.engine.room import Room
+from kvpager.errors import ConfigError, PageLost, PoolExhausted, SwapError
 
 __all__ = ["Scheduler"]
 
@@ -19,7 +20,7 @@ class Scheduler:
     """The queues of an engine, and the choice of each step's entries.
 
     waiting, running, parked   requests, those to be served first in front
-    most_entries               the most sequences of a step after steps have failed; None for no bound
+    preemptions, replays       how often a request gave up its frames, and a sequence is computed anew
     """
 
     def __init__(self, pager: Pager, room: Room, max_num_batched_tokens: int, share: bool) -> None:
@@ -32,8 +33,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.parked: list[Request] = []
-        self.most_entries: int | None = None
-        self.preemptions = 0
+        self.preemptions = self.replays = 0
+        self._ended = 0
 
     # -- the queues
 
@@ -48,6 +49,7 @@ class Scheduler:
                 queue.remove(request)
         for choice in request.choices:
             self.close(choice)
+        self._ended += 1
 
     def close(self, choice: Choice) -> None:
         """Let go of a choice's sequence, if it has one."""
@@ -55,14 +57,38 @@ class Scheduler:
         if sequence is not None and not sequence.closed:
             self._pager.close(sequence)
 
+    def lose(self, choice: Choice) -> None:
+        """Let go of a running choice's sequence: it is computed anew from its tokens."""
+        self.close(choice)
+        choice.replays += 1
+        self.replays += 1
+
     def park(self, request: Request) -> None:
-        """A running request gives up its frames; it goes on where it was, before those that wait."""
+        """A running request gives up its frames; it goes on where it was, before others of its priority."""
+        for choice in request.active:
+            if choice.sequence is not None:
+                try:
+                    self._pager.park(choice.sequence)
+                except (ConfigError, SwapError):  # discard mode, or nothing can be written
+                    self.lose(choice)
+        self._set_aside(request)
+
+    def give_up(self, request: Request) -> None:
+        """As swap fails, a running request gives up its pages too, until another one has ended or none is left."""
+        for choice in request.active:
+            self.lose(choice)
+        request.patience = self._ended
+        self._set_aside(request)
+
+    def _set_aside(self, request: Request) -> None:
         self.running.remove(request)
-        for choice in request.choices:
-            self.close(choice)
         request.preemptions += 1
         self.preemptions += 1
         insort(self.parked, request, key=lambda one: one.key)
+
+    def _fits(self, request: Request, running: list[Request], parked: list[Request]) -> bool:
+        kept = [one.need for one in parked if one is not request]
+        return self._room.fits(request.need, [one.need for one in running], kept)
 
     # -- a step
 
@@ -72,12 +98,12 @@ class Scheduler:
         self._resume()
         entries, left = self._decodes()
         entries += self._prefills(left, now)
-        return self._fit(self._limited(entries))
+        return self._fit(entries)
 
     def _make_way(self) -> None:
         """Park running requests of lower priority for the first that waits, where that makes room for it."""
         first = self.waiting[0] if self.waiting else None
-        if first is None or self._room.fits(first, self.running, self.parked):
+        if first is None or self._fits(first, self.running, self.parked):
             return
         victims: list[Request] = []
         for request in reversed(self.running):
@@ -85,7 +111,7 @@ class Scheduler:
                 return
             victims.append(request)
             rest = self.running[: -len(victims)]
-            if self._room.fits(first, rest, [*self.parked, *victims]):
+            if self._fits(first, rest, [*self.parked, *victims]):
                 for victim in victims:
                     self.park(victim)
                 return
@@ -96,16 +122,23 @@ class Scheduler:
             first = self.parked[0]
             if self.waiting and self.waiting[0].priority < first.priority:
                 return
-            if not self._room.fits(first, self.running, self.parked):
+            if self.running and (first.patience == self._ended or not self._fits(first, self.running, self.parked)):
                 return
             self.parked.pop(0)
+            for choice in first.active:
+                self._unpark(choice)
             insort(self.running, first, key=lambda one: one.key)
+
+    def _unpark(self, choice: Choice) -> None:
+        if choice.sequence is not None:
+            try:
+                self._pager.unpark(choice.sequence)
+            except (PageLost, PoolExhausted, SwapError):
+                self.lose(choice)
 
     def _decodes(self) -> tuple[list[Entry], int]:
         """A token for every sequence whose prompt is done, and what is left of the budget."""
         ready = [choice for request in self.running for choice in request.active if self._single(choice)]
-        if any(choice.skipped for choice in ready):
-            ready.sort(key=lambda choice: -choice.skipped)
         entries = [self._entry(choice, choice.length + 1) for choice in ready[: self._budget]]
         return entries, self._budget - len(entries)
 
@@ -121,7 +154,9 @@ class Scheduler:
             if left < 1:
                 break
             if request.started is None:
-                full = full or not self._room.fits(request, self.running, self.parked)
+                # those that are parked were there before
+                full = full or any(one.priority <= request.priority for one in self.parked[:1])
+                full = full or not self._fits(request, self.running, self.parked)
                 if full or self._awaits(request) or (left < self._tile and left < len(request.prompt)):
                     continue
                 self._start(request, now)
@@ -164,7 +199,8 @@ class Scheduler:
         # the prompt's log-probabilities need all of its logits, hence all of it computed
         shares = self._share and request.params.prompt_logprobs is None
         choice.sequence = self._pager.open(request.prompt if shares else None, request.salt)
-        choice.sequence.cost = choice.cost
+        choice.sequence.cost.add(choice.cost)
+        choice.cost = choice.sequence.cost
 
     # -- waiting for a prefix that another request computes
 
@@ -205,15 +241,11 @@ class Scheduler:
 
     # -- what the pool allows
 
-    def _limited(self, entries: list[Entry]) -> list[Entry]:
-        """After failed steps: the first few alone."""
-        if self.most_entries is None or len(entries) <= self.most_entries:
-            return entries
-        return sorted(entries, key=lambda entry: entry.choice.request.key)[: self.most_entries]
-
     def _fit(self, entries: list[Entry]) -> list[Entry]:
         """Leave out, from the end, what this step has no frames for; it comes first in the next one."""
         out: list[Entry] = []
+        if any(entry.choice.skipped for entry in entries):
+            entries.sort(key=lambda entry: -entry.choice.skipped)
         while entries and self._frames(entries) > self._pager.frames:
             last = entries.pop()
             tiles = last.tokens // self._tile

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape
-from kvpager.ports import FloatArray, IntArray
+from kvpager.ports import BoolArray, FloatArray, FrameStorage, IntArray
 
-__all__ = ["CodedStorage", "coded"]
+__all__ = ["CodedStorage", "coded", "resume", "suspend"]
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.int8]
@@ -30,6 +30,37 @@ def coded(plain: FloatArray, axis: int) -> tuple[Codes, Scales]:
 
 def _plain(scales: Scales) -> FloatArray:
     return (scales.astype(np.uint32) << 16).view(np.float32)
+
+
+PIECES = 4  # what an open page in float32 takes, in coded pages
+
+
+def suspend(storage: FrameStorage, frames: IntArray, held: BoolArray) -> Bytes:
+    """FrameStorage.suspend for int8: uint8 [4 n, page_bytes]; `held` [n] says which pages are held in float32.
+
+    A page that was full and was cut is not: its codes are then all there is of it. The last byte says which it is,
+    for attention to codes rounds otherwise than to the numbers they stand for.
+    """
+    pages = np.zeros((len(frames), PIECES * storage.page_bytes), np.uint8)
+    pages[:, -1] = held
+    pages[~held, : storage.page_bytes] = storage.dump(frames[~held])
+    if held.any():
+        numbers = np.stack(storage.read(frames[held], np.ones(int(held.sum()), np.int64)), axis=1)
+        plain = numbers.reshape(len(numbers), -1).view(np.uint8)
+        pages[held, : plain.shape[1]] = plain
+    return pages.reshape(-1, storage.page_bytes)
+
+
+def resume(storage: FrameStorage, frames: IntArray, pieces: Bytes, page: tuple[int, int]) -> None:
+    """FrameStorage.resume for int8, of pages of (page_size, head_dim)."""
+    pages = pieces.reshape(len(frames), -1)
+    held = pages[:, -1] == 1
+    storage.load(frames[~held], np.ascontiguousarray(pages[~held, : storage.page_bytes]))
+    if held.any():
+        plain = np.ascontiguousarray(pages[held, : 8 * page[0] * page[1]]).view(np.float32)
+        numbers = plain.reshape(-1, 2, *page)
+        # an open page has room left: all but its last token is all of it, and does not make it full
+        storage.write(frames[held], 0, numbers[:, 0, :-1], numbers[:, 1, :-1])
 
 
 class CodedStorage:
@@ -119,3 +150,12 @@ class CodedStorage:
         if self._open:
             for frame in frames.tolist():
                 self._open.pop(frame, None)
+
+    def suspend(self, frames: IntArray) -> Bytes:
+        """All that open pages need to go on elsewhere, uint8 [4 n, page_bytes]."""
+        return suspend(self, frames, np.array([frame in self._open for frame in frames.tolist()], np.bool_))
+
+    def resume(self, frames: IntArray, pieces: Bytes) -> None:
+        """Frames hold again what `suspend` gave."""
+        self.finish(frames)
+        resume(self, frames, pieces, self._page)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvpager import _native
 from kvpager.config import KVShape
+from kvpager.kernels.coded import resume, suspend
 from kvpager.ports import FloatArray, IntArray
 
 __all__ = ["NativeStorage"]
@@ -25,6 +26,7 @@ class NativeStorage:
         self.native = _native.Frames(frames, shape.dtype, page_size, shape.head_dim)
         self.page_bytes = self.native.page_bytes
         self._page = (page_size, shape.head_dim)
+        self._coded = shape.dtype == "int8"
 
     @property
     def nbytes(self) -> int:
@@ -65,3 +67,19 @@ class NativeStorage:
     def finish(self, frames: IntArray) -> None:
         """Forget what was held beside these frames, for their pages are full for good, or gone."""
         self.native.finish(np.ascontiguousarray(frames, np.int64))
+
+    def suspend(self, frames: IntArray) -> Bytes:
+        """All that open pages need to go on elsewhere, uint8 [n * k, page_bytes]; k is 4 for int8, else 1."""
+        if not self._coded:
+            return self.dump(frames)
+        held = np.empty(len(frames), np.bool_)
+        self.native.held(np.ascontiguousarray(frames, np.int64), held)
+        return suspend(self, frames, held)
+
+    def resume(self, frames: IntArray, pieces: Bytes) -> None:
+        """Frames hold again what `suspend` gave."""
+        if not self._coded:
+            self.load(frames, pieces)
+            return
+        self.finish(frames)
+        resume(self, frames, pieces, self._page)

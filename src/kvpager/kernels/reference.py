@@ -149,6 +149,14 @@ class ReferenceStorage:
     def finish(self, frames: IntArray) -> None:
         """Nothing is held beside frames."""
 
+    def suspend(self, frames: IntArray) -> Bytes:
+        """The bytes of open pages, uint8 [n, page_bytes]."""
+        return self.dump(frames)
+
+    def resume(self, frames: IntArray, pieces: Bytes) -> None:
+        """Frames hold these pages again, uint8 [n, page_bytes]."""
+        self.load(frames, pieces)
+
 
 def _to_bf16(plain: FloatArray) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(plain, np.float32).view(np.uint32)

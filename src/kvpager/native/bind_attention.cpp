@@ -108,6 +108,13 @@ void finish(Frames& self, nb::handle frames) {
   self.finish(at.data(), at.size(0));
 }
 
+void held(const Frames& self, nb::handle frames, nb::handle held) {
+  const Ints at(frames, "frames", {-1});
+  Array<uint8_t> to(held, "held", {at.size(0)});
+  check_range(at, "frames", self.count());
+  self.held(at.data(), at.size(0), to.data());
+}
+
 void check_pages(const Frames& frames, const Ints& at, const Ints& heads, const Ints& starts, const Ints& counts,
                  int64_t kv_heads) {
   check_range(at, "frames", frames.count());
@@ -225,7 +232,8 @@ void bind_attention(nb::module_& module) {
       .def("load", &load, nb::arg("frames"), nb::arg("pages"))
       .def("dump", &dump, nb::arg("frames"), nb::arg("pages"))
       .def("copy", &copy, nb::arg("source"), nb::arg("target"))
-      .def("finish", &finish, nb::arg("frames"));
+      .def("finish", &finish, nb::arg("frames"))
+      .def("held", &held, nb::arg("frames"), nb::arg("held"));
   module.def("attend", &attend, nb::arg("storage"), nb::arg("frames"), nb::arg("heads"), nb::arg("starts"),
              nb::arg("counts"), nb::arg("kv_heads"), nb::arg("queries"), nb::arg("start"), nb::arg("scale"),
              nb::arg("window"), nb::arg("softcap"), nb::arg("output"), nb::arg("lse"), nb::arg("page_lse").none(),

@@ -104,4 +104,8 @@ void Frames::finish(const int64_t* frames, int64_t pages) {
   }
 }
 
+void Frames::held(const int64_t* frames, int64_t pages, uint8_t* held) const {
+  for (int64_t i = 0; i < pages; ++i) held[i] = coded() && staged_[static_cast<size_t>(frames[i])] >= 0;
+}
+
 }  // namespace kvpager

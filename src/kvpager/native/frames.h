@@ -30,6 +30,8 @@ class Frames {
   void slots_to_read(const int64_t* frames, const int64_t* counts, int64_t pages, int64_t* slots) const;
   void copy_slots(const int64_t* from, const int64_t* to, int64_t pages);
   void finish(const int64_t* frames, int64_t pages);
+  // Which pages are held in a staging slot.
+  void held(const int64_t* frames, int64_t pages, uint8_t* held) const;
 
  private:
   bool coded() const { return layout_.dtype == DType::int8; }
