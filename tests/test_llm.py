@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.small_llm import CONTEXT, save_folder
 
 from kvpager import LLM, SamplingParams
 from kvpager.engine.engine import Engine
 from kvpager.errors import ConfigError, EngineStopped, InputError, RequestTooLarge, StepError
 from kvpager.models import LoadedModel
+from tests.small_llm import CONTEXT, save_folder
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = ["one", "two words", "and a third prompt that is longer than a page of sixteen tokens"]

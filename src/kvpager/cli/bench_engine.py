@@ -253,8 +253,9 @@ def table(figures: dict[str, Any]) -> str:
     from kvpager.bench.engine import PARTS
 
     mib, memory, steps = 2**20, figures["memory"], figures["steps"]
+    requests = figures["completed"] + figures["failed"]
     head = (
-        f"{figures['completed']} of {figures['completed'] + figures['failed']} requests in {figures['duration_s']:.2f} s"
+        f"{figures['completed']} of {requests} requests in {figures['duration_s']:.2f} s"
         f"{' (interrupted)' if figures['interrupted'] else ''}: {figures['output_tokens_per_s']:.1f} output tokens/s, "
         f"{figures['total_tokens_per_s']:.1f} in all; {figures['prompt_tokens_computed']} prompt tokens computed, "
         f"{figures['cached_tokens']} cached"
@@ -294,15 +295,15 @@ def pool_table(rows: list[dict[str, Any]]) -> str:
     """What pools did with the same workload, for people."""
     mib = 2**20
     found: list[tuple[str, ...]] = [("pool", "MiB", "resident", "swap", "tokens/s", "recalled", "schedule", "ids")]
-    for row in rows:
-        found.append(
-            (
-                row["pool"],
-                *(f"{row[name] / mib:.1f}" for name in ("pool_bytes", "resident_bytes", "swap_bytes")),
-                f"{row['output_tokens_per_s']:.1f}",
-                str(row["recalls"]),
-                "same" if row["same_schedule"] else "other",
-                "equal" if row["ids_equal"] else f"{row['differing']} differ",
-            )
+    found += [
+        (
+            row["pool"],
+            *(f"{row[name] / mib:.1f}" for name in ("pool_bytes", "resident_bytes", "swap_bytes")),
+            f"{row['output_tokens_per_s']:.1f}",
+            str(row["recalls"]),
+            "same" if row["same_schedule"] else "other",
+            "equal" if row["ids_equal"] else f"{row['differing']} differ",
         )
+        for row in rows
+    ]
     return aligned(found)
