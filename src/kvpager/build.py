@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -39,10 +38,13 @@ __all__ = [
     "WEIGHTS",
     "PagerOptions",
     "WeightsName",
+    "engine_pager_config",
     "load_model",
     "make_cache",
     "make_engine",
     "pager_config",
+    "require_engine",
+    "require_server",
     "yield_while_waiting",
 ]
 
@@ -50,6 +52,9 @@ WeightsName = Literal["auto", "int8", "unpacked"]
 WEIGHTS: tuple[str, ...] = get_args(WeightsName)
 PREFILL_CHUNK = 512  # tokens of a prompt that one forward reads, where there is room for them
 MEMORY_SHARE = 1.5  # of the full KV: more than all frames with their digests and tables can take
+FREE_SHARE = 0.4  # of the memory that is free once the model is there: an engine's pool by default
+HELD_SHARE = 4  # times the KV that `memory` would hold: what an engine's requests may hold together, in swap too
+MOST_POOL_BYTES = 4 * 2**30  # that an engine takes by default, however much is free
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -274,45 +279,69 @@ def make_cache(model: LoadedModel, options: PagerOptions, tokens: int) -> PagerC
     return cache
 
 
-def make_engine(
-    loaded: LoadedModel,
-    options: PagerOptions,
-    config: EngineConfig,
-    *,
-    tokens: int | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Engine:
-    """An engine for requests that hold `tokens` tokens together at most; the caller closes it.
+def require_engine() -> None:
+    """Raise MissingDependency, with the command that helps, unless an engine can be made here."""
+    from kvpager.models import require_packages
 
-    None takes as many sequences of the longest length as run at once; with `memory`, whose digests and tables grow
-    with it, as many as leave half of the memory to frames, but one such sequence at least. A pool that is a share is
-    one of the full KV of `tokens`; the default is all of it, up to 256 MiB. Raises ConfigError for options that don't
-    fit, UnsupportedModel for an architecture that can't be paged, SwapError where swap can't be opened.
+    require_packages()
+
+
+def require_server() -> None:
+    """Raise MissingDependency, with the command that helps, unless a server can be run here."""
+    from kvpager.models.packages import require_packages
+
+    require_engine()
+    require_packages(("fastapi", "uvicorn", "pydantic"), what="the server needs", extra="serve")
+
+
+def engine_pager_config(
+    options: PagerOptions, config: EngineConfig, shape: KVShape, max_model_len: int, free: int | None
+) -> PagerConfig:
+    """The pager's configuration for an engine that serves sequences of up to `max_model_len` tokens.
+
+    Without `pool` and `memory` the pool holds the full KV of all sequences at their longest, but no more than 40 % of
+    `free` (bytes that the process may still take; None where that is not known) and 4 GiB, and no less than one
+    sequence needs. As a share in per cent, `pool` is of that full KV. Raises ConfigError as `pager_config` does.
+    """
+    if options.pool is not None and options.memory is not None:
+        raise ConfigError("memory: give either --memory or --pool, not both")
+    tokens = max_model_len * config.max_num_seqs
+    page_bytes = shape.page_bytes(options.page_size)
+    least = least_frames(options.settings(max_model_len), shape, max_model_len)
+    if options.memory is not None:
+        # digests and tables grow with the tokens held, in swap too: so many that they leave most of it to frames
+        held = HELD_SHARE * parse_size(options.memory, "memory") // shape.token_bytes
+        return replace(options.settings(min(tokens, max(held, max_model_len))), memory=options.memory)
+    settings = options.settings()
+    if options.pool is not None:
+        frames = pool_frames(options.pool, tokens, shape, options.page_size)
+        require_frames(f"pool: {options.pool}", frames, least, page_bytes)
+        return replace(settings, pool=frames)
+    most = MOST_POOL_BYTES if free is None else min(MOST_POOL_BYTES, int(free * FREE_SHARE))
+    return replace(settings, pool=max(least, min(full_frames(tokens, shape, options.page_size), most // page_bytes)))
+
+
+def make_engine(loaded: LoadedModel, options: PagerOptions, config: EngineConfig) -> Engine:
+    """An engine over a loaded model; the thread that calls this owns it, and closes it.
+
+    Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged.
     """
     from kvpager.engine.engine import Engine
     from kvpager.hf import kv_shape
+    from kvpager.models.memory import free_memory
 
-    longest = config.max_model_len or loaded.context_length or 1
     shape = kv_shape(loaded.model.config, options.kv_dtype or loaded.dtype)
-    most = tokens or longest * config.max_num_seqs
-    if options.memory is not None and tokens is None:
-        most = held_tokens(options, shape, longest, most)
-    pager = replace(pager_config(options, most, shape), max_tokens=None if options.memory is None else most)
+    longest = config.max_model_len or loaded.context_length
+    if longest is None:
+        raise ConfigError("max_model_len: the model doesn't say how many tokens it can read; give a number")
+    pager = engine_pager_config(options, config, shape, longest, free_memory())
     if options.swap is None and isinstance(pager.swap, Path):
         _make_folder(pager.swap)
-    return Engine(loaded, pager, config, kv_dtype=options.kv_dtype, clock=clock)
-
-
-def held_tokens(options: PagerOptions, shape: KVShape, least: int, most: int) -> int:
-    """The tokens, from `least` to `most`, whose digests and tables take no more than half of `options.memory`."""
-    from kvpager.core.pager import Pager
-
-    memory = parse_size(options.memory or DEFAULT_POOL_BYTES, "memory")
-    while most > least:
-        config = replace(options.settings(most), pool=1, swap="memory")
-        with Pager(shape, config) as pager:
-            stats = pager.stats()
-        if stats.digest_bytes + stats.table_bytes <= memory / 2:
-            break
-        most = max(least, most // 2)
-    return most
+    engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype)
+    try:
+        least = engine.pager.minimum_frames(tokens=longest)
+        require_frames(f"memory: {options.memory}", engine.pager.frames, least, shape.page_bytes(pager.page_size))
+    except ConfigError:
+        engine.close()
+        raise
+    return engine

@@ -17,11 +17,11 @@ __all__ = ["quiet", "require_packages"]
 REQUIRED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
 
 
-def require_packages(names: tuple[str, ...] = REQUIRED) -> None:
-    """Raise MissingDependency, with the command that helps, unless all packages can be imported."""
+def require_packages(names: tuple[str, ...] = REQUIRED, what: str = "models need", extra: str = "hf") -> None:
+    """Raise MissingDependency, with the command that installs `extra`, unless all packages can be imported."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingDependency(f"models need {', '.join(missing)}, not installed; run: pip install 'kvpager[hf]'")
+        raise MissingDependency(f"{what} {', '.join(missing)}, not installed; run: pip install 'kvpager[{extra}]'")
 
 
 @contextmanager

@@ -1,0 +1,403 @@
+"""An engine for asyncio: one thread makes and owns it, requests are streams, and leaving a stream ends its request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from kvpager.engine.outputs import Output
+from kvpager.errors import EngineStopped, InputError
+
+if TYPE_CHECKING:
+    from kvpager.engine.engine import Engine, EngineStats
+    from kvpager.engine.params import SamplingParams
+
+__all__ = ["AsyncEngine", "Health", "State", "Stream"]
+
+State = Literal["loading", "ready", "draining", "stopped", "failed"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Health:
+    """How an engine does. `error` says what went wrong in state "failed"."""
+
+    state: State
+    error: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it works, or is about to: false once it has failed or was stopped."""
+        return self.state not in ("failed", "stopped")
+
+
+class Stream:
+    """The outputs of one request, all its choices in one stream; iterate, and `close` when leaving early.
+
+    Outputs that were not read yet are joined, one a choice, so that a slow reader costs no more than the text of its
+    own answer. Iterating raises EngineStopped where the engine ends before the request does.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: str, choices: int) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._open = set(range(choices))  # choices that have not finished
+        self._unread: dict[int, list[Output]] = {}
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._unread:
+            if self._failure is not None:
+                raise self._failure
+            if not self._open:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return _joined(self._unread.pop(next(iter(self._unread))))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the engine is done with the request; outputs may still be unread."""
+        return not self._open or self._failure is not None
+
+    def close(self) -> None:
+        """End the request, where it has not ended by itself; what was not read is dropped."""
+        self._unread.clear()
+        self._engine._leave(self)
+        if not self.finished:
+            self._open.clear()
+            self._engine._abort(self.request_id)
+        self._news.set()
+
+    def put(self, output: Output) -> None:
+        """Take an output of the engine; on the loop's thread."""
+        self._unread.setdefault(output.index, []).append(output)
+        if output.finish_reason is not None:
+            self._open.discard(output.index)
+        self._news.set()
+
+    def put_error(self, text: str) -> None:
+        """End every choice that has not finished with an error; on the loop's thread."""
+        for index in sorted(self._open):
+            self.put(Output(self.request_id, index, "", (), finish_reason="error", error=text))
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error after what is unread; on the loop's thread."""
+        self._failure = error
+        self._news.set()
+
+
+def _joined(outputs: list[Output]) -> Output:
+    """Outputs of one choice, in order, as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    told = [output.logprobs for output in outputs if output.logprobs is not None]
+    return replace(
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(entry for entries in told for entry in entries) if told else None,
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
+    )
+
+
+class AsyncEngine:
+    """Runs an engine in a thread of its own for the tasks of one event loop.
+
+    `make_engine` is called in that thread, and so is everything else that touches the engine. The thread sleeps while
+    there is nothing to do, and wakes at once for a new request or an abort. All methods belong to the loop's thread.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self._make_engine = make_engine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, Stream] = {}  # the loop's
+        self._live: dict[str, int] = {}  # requests of the engine, and choices that run; its thread alone uses it
+        self._wake = threading.Condition()
+        self._calls: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()
+        self._outbox: list[Output] = []
+        self._halt = False
+        self._health = Health("loading")
+        self._made = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._failure: BaseException | None = None
+
+    # ---- what users call, on the loop's thread ----
+
+    def start(self) -> None:
+        """Start the thread, which makes the engine; returns at once. See :meth:`ready`."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._main, name="kvpager-engine", daemon=True).start()
+
+    async def ready(self) -> None:
+        """Wait until the engine is made; raises what making it raised."""
+        await self._made.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def health(self) -> Health:
+        """How it does now."""
+        return self._health
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: bytes = b"",
+    ) -> AsyncIterator[Output]:
+        """Run a request and yield its outputs, of all its choices; leaving the loop or being cancelled aborts it.
+
+        Raises what `submit` raises. Close the generator (``contextlib.aclosing``) to abort at a known moment.
+        """
+        stream = await self.submit(request_id, prompt, params, priority=priority, deadline=deadline, salt=salt)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: bytes = b"",
+    ) -> Stream:
+        """Hand a request to the engine; returns when it is queued, and the caller closes the stream.
+
+        Raises InputError, RequestTooLarge or QueueFull as the engine's `add` does, and EngineStopped where the
+        engine takes no more requests.
+        """
+        if self._health.state not in ("loading", "ready"):
+            raise EngineStopped(self._refusal())
+        if request_id in self._streams:
+            raise InputError(f"request_id: {request_id!r} is in use")
+        stream = Stream(self, request_id, params.n)
+        self._streams[request_id] = stream
+        self._empty.clear()
+
+        def add(engine: Engine) -> None:
+            engine.add(request_id, prompt, params, priority=priority, deadline=deadline, salt=salt)
+            self._live[request_id] = params.n
+
+        try:
+            await self._call(add)
+        except BaseException:  # also cancelled, while the engine may have taken it already
+            stream.close()
+            raise
+        return stream
+
+    async def stats(self) -> EngineStats:
+        """The engine's figures between two steps; raises EngineStopped where there is no engine."""
+        return await self._call(lambda engine: engine.stats())
+
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+        if self._health.alive:
+            self._health = Health("draining")
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no more requests, let those that run finish for `grace_s` seconds, end the rest, close the engine.
+
+        What was ended so raises EngineStopped to who reads it. While the engine is still being made, this returns
+        without waiting for that. May be called again with a shorter grace.
+        """
+        self.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(grace_s, 0.0)):
+                await self._empty.wait()
+        for stream in list(self._streams.values()):
+            self._leave(stream)
+            if not stream.finished:
+                stream.fail(EngineStopped("the server stopped before the answer was complete"))
+        with self._wake:
+            self._halt = True
+            self._wake.notify()
+        if self._made.is_set():
+            await self._ended.wait()
+
+    # ---- between the threads ----
+
+    def _refusal(self) -> str:
+        if self._health.state == "failed":
+            return f"the engine has failed: {self._health.error}"
+        return "the server is stopping and takes no more requests"
+
+    def _leave(self, stream: Stream) -> None:
+        self._streams.pop(stream.request_id, None)
+        if not self._streams:
+            self._empty.set()
+
+    def _abort(self, request_id: str) -> None:
+        def abort(engine: Engine) -> None:
+            engine.abort(request_id)
+            self._live.pop(request_id, None)
+
+        self._post(abort)
+
+    def _post(self, function: Callable[[Engine], Any], future: asyncio.Future[Any] | None = None) -> None:
+        """Have the engine's thread call `function` between two steps."""
+        with self._wake:
+            self._calls.append((function, future))
+            self._wake.notify()
+
+    async def _call(self, function: Callable[[Engine], T]) -> T:
+        if self._ended.is_set():
+            raise EngineStopped(self._refusal())
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._post(function, future)
+        return await future
+
+    def _tell(self, function: Callable[..., None], *args: Any) -> None:
+        """Have the loop call `function`; a loop that is gone hears nothing, and nobody listens to the engine then."""
+        assert self._loop is not None, "start() comes first"
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            self._halt = True
+
+    # ---- the engine's thread ----
+
+    def _main(self) -> None:
+        failure: BaseException | None = None
+        try:
+            engine = self._make_engine()
+        except BaseException as error:
+            failure = error
+        else:
+            self._tell(self._on_made)
+            try:
+                self._serve(engine)
+            except BaseException as error:
+                failure = error
+            finally:
+                try:
+                    engine.close()
+                except Exception as error:
+                    failure = failure or error
+        self._tell(self._on_end, failure)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            for function, future in self._waiting(engine):
+                self._run(function, future, engine)
+            if self._halt:
+                return
+            if engine.has_work:
+                try:
+                    outputs = engine.step()
+                except Exception as error:
+                    outputs = self._recovered(engine, error)
+                self._deliver(outputs)
+
+    def _waiting(self, engine: Engine) -> list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]]:
+        """The calls that are waiting; sleeps while there are none and the engine has nothing to do."""
+        with self._wake:
+            while not (self._calls or self._halt or engine.has_work):
+                self._wake.wait()
+            calls = list(self._calls)
+            self._calls.clear()
+            return calls
+
+    def _run(self, function: Callable[[Engine], Any], future: asyncio.Future[Any] | None, engine: Engine) -> None:
+        try:
+            result = function(engine)
+        except Exception as error:
+            if future is None:
+                raise  # an abort can't fail but by a fault of the engine
+            self._tell(_settle, future, None, error)
+        else:
+            if future is not None:
+                self._tell(_settle, future, result, None)
+
+    def _recovered(self, engine: Engine, error: Exception) -> list[Output]:
+        """After a step that failed: its requests end with an error; raises unless the engine is whole without them."""
+        text = f"{type(error).__name__}: {error}"
+        live, self._live = list(self._live), {}
+        for request_id in live:
+            engine.abort(request_id)
+        engine.check()
+        self._tell(self._on_failed_step, live, text)
+        return []
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        if not outputs:
+            return
+        for output in outputs:
+            if output.finish_reason is not None and output.request_id in self._live:
+                self._live[output.request_id] -= 1
+                if not self._live[output.request_id]:
+                    del self._live[output.request_id]
+        with self._wake:
+            told = bool(self._outbox)
+            self._outbox.extend(outputs)
+        if not told:  # else the loop has been told, and has not come to it yet
+            self._tell(self._on_outputs)
+
+    # ---- what the engine's thread has the loop call ----
+
+    def _on_made(self) -> None:
+        if self._health.state == "loading":
+            self._health = Health("ready")
+        self._made.set()
+
+    def _on_outputs(self) -> None:
+        with self._wake:
+            outputs, self._outbox = self._outbox, []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+                if stream.finished:
+                    self._leave(stream)
+
+    def _on_failed_step(self, request_ids: list[str], text: str) -> None:
+        for request_id in request_ids:
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.put_error(text)
+                self._leave(stream)
+
+    def _on_end(self, failure: BaseException | None) -> None:
+        self._failure = failure
+        text = f"{type(failure).__name__}: {failure}" if failure is not None else None
+        self._health = Health("stopped") if text is None else Health("failed", text)
+        self._made.set()
+        self._ended.set()
+        with self._wake:
+            calls = list(self._calls)
+            self._calls.clear()
+        for _, future in calls:
+            if future is not None:
+                _settle(future, None, EngineStopped(self._refusal()))
+        for stream in list(self._streams.values()):
+            self._leave(stream)
+            if not stream.finished:
+                stream.fail(EngineStopped(self._refusal()))
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():  # who asked was cancelled
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

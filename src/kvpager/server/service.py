@@ -1,0 +1,129 @@
+"""What the routes share: the engine, the model behind it, and what requests may do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvpager.engine.async_engine import AsyncEngine
+from kvpager.errors import InputError
+from kvpager.server.auth import ApiKeys
+from kvpager.server.errors import RETRY_AFTER_S, ApiError
+from kvpager.server.limits import Limits, Places
+from kvpager.server.texts import Texts
+
+if TYPE_CHECKING:
+    from kvpager.engine.engine import Engine
+
+__all__ = ["Served", "Service", "ServiceOptions"]
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How to serve.
+
+    names             the model's names for clients; the first is the one in answers
+    api_keys          who may ask; none: everybody
+    allowed_origins   web pages that may use the server from a browser, as in "https://example.org"; "*" for all
+    log_prompts       prompts and answers in the logs
+    request_seconds   after which a request is cut short; None for no bound
+    """
+
+    names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    allowed_origins: tuple[str, ...] = ()
+    log_prompts: bool = False
+    request_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is ready: its engine, its tokenizer, and the most tokens of prompt and answer together."""
+
+    engine: Engine
+    tokenizer: Any
+    max_model_len: int
+
+
+class Service:
+    """The engine with what belongs to it. `make` loads model and engine, in the engine's thread."""
+
+    def __init__(self, make: Callable[[], Served], options: ServiceOptions) -> None:
+        self.options = options
+        self.keys = ApiKeys(options.api_keys)
+        self.places = Places(options.limits.connections)
+        self.created = int(time.time())
+        self.engine = AsyncEngine(self._make_engine)
+        self._make = make
+        self._texts: Texts | None = None
+        self._max_model_len = 0
+
+    def _make_engine(self) -> Engine:
+        served = self._make()
+        self._max_model_len = served.max_model_len
+        self._texts = Texts(served.tokenizer, self.options.names[0])
+        return served.engine
+
+    def start(self) -> None:
+        """Begin to load; returns at once. `engine.ready()` waits for it."""
+        self.engine.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """End as :meth:`~kvpager.engine.async_engine.AsyncEngine.stop` does."""
+        await self.engine.stop(grace_s)
+        if self._texts is not None:
+            self._texts.close()
+
+    @property
+    def texts(self) -> Texts:
+        """The tokenizer; there once :meth:`require_ready` has passed."""
+        assert self._texts is not None, "require_ready() comes first"
+        return self._texts
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._max_model_len
+
+    def require_ready(self) -> None:
+        """Raise ApiError (503) unless requests are taken."""
+        health = self.engine.health
+        if health.state != "ready":
+            said = {"loading": "the model is still being loaded", "failed": "the engine has failed"}
+            raise ApiError(
+                503,
+                f"Not ready: {said.get(health.state, 'the server is stopping')}.",
+                code=f"engine_{health.state}",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+
+    def require_model(self, name: str | None) -> str:
+        """The served name that a request means; raises ApiError (404) for another's."""
+        if name is None or name in self.options.names:
+            return name or self.options.names[0]
+        known = ", ".join(self.options.names)
+        text = f"There is no model {name[:100]!r}; this server has {known}."
+        raise ApiError(404, text, param="model", code="model_not_found")
+
+    def require_fit(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, param: str) -> None:
+        """Raise ApiError (400) for a prompt that is empty, or too long with the answer; InputError for too many."""
+        limits = self.options.limits
+        if not 1 <= len(prompts) <= limits.prompts:
+            raise InputError(f"{param}: {len(prompts)} prompts are not 1 to {limits.prompts}")
+        for ids in prompts:
+            if not ids:
+                raise InputError(f"{param}: it has no tokens")
+            most = min(limits.prompt_tokens or self.max_model_len, self.max_model_len)
+            if len(ids) > most or len(ids) + (max_tokens or 1) > self.max_model_len:
+                wanted = f" and an answer of {max_tokens}" if max_tokens is not None else ""
+                allowed = f"; a prompt may have {most}" if most < self.max_model_len else ""
+                raise ApiError(
+                    400,
+                    f"{param}: {len(ids)} tokens{wanted} do not fit: the context is {self.max_model_len} tokens, "
+                    f"prompt and answer together{allowed}",
+                    param=param,
+                    code="context_length_exceeded",
+                )

@@ -1,0 +1,105 @@
+"""Answers that come piece by piece, and clients that go away: in both the request ends where its reader does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvpager.engine.async_engine import Stream
+from kvpager.engine.outputs import Output
+
+__all__ = ["DONE", "ClientGone", "EventStream", "event", "merged", "unless_gone"]
+
+DONE = b"data: [DONE]\n\n"
+SEND_SECONDS = 120.0  # a client that has read nothing for so long counts as gone
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes its connection: that raises ClientGone."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return await working
+    finally:
+        await _ended(working, watching)
+
+
+async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]]:
+    """Outputs of several streams as they come, with the number of each one's stream."""
+    waiting = {asyncio.ensure_future(stream.__anext__()): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(streams[number].__anext__())] = number
+                yield number, output
+    finally:
+        await _ended(*waiting)
+
+
+class EventStream(Response):
+    """A response of server-sent events that ends with its client; `streams` are closed whatever happens."""
+
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        self._events = events
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they are made."""
+        try:
+            with suppress(ClientGone):
+                await unless_gone(receive, self._send(send))
+        finally:
+            for stream in self._streams:
+                stream.close()
+
+    async def _send(self, send: Send) -> None:
+        # a body that ends has a length in no header: events come as they are made
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for data in self._events:
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except TimeoutError:
+                raise ClientGone from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what has not ended, and wait until it has, so that whatever it holds is let go."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
