@@ -15,7 +15,6 @@ from kvpager.config import DigestKind, DType, KernelName, Mode, PolicyName
 from kvpager.engine.params import SamplingParams
 from kvpager.errors import EngineStopped, InputError, StepError
 from kvpager.models.chat import chat_ids
-from kvpager.models.packages import require_packages
 
 if TYPE_CHECKING:
     from kvpager.build import WeightsName
@@ -134,7 +133,7 @@ class LLM:
             seed=seed,
         )
         options.settings()  # refused before a model is loaded
-        require_packages()
+        build.require_engine()
         from kvpager.engine.engine import EngineConfig
 
         config = EngineConfig(

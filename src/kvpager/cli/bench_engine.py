@@ -65,7 +65,10 @@ def add_parser(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="tokens of one step at most (default: %(default)s)",
     )
     group.add_argument(
-        "--max-model-len", type=positive, metavar="N", help="tokens of one request at most (default: the model's limit)"
+        "--max-model-len",
+        type=positive,
+        metavar="N",
+        help="tokens of one request at most (default: as many as the longest has)",
     )
     group.add_argument(
         "--no-enable-prefix-caching",
@@ -151,7 +154,7 @@ class Bench:
         self.config: EngineConfig = EngineConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            max_model_len=args.max_model_len,
+            max_model_len=args.max_model_len or self._longest(),
             max_queue=work.requests,
             enable_prefix_caching=args.prefix_caching,
             seed=args.seed,
@@ -166,11 +169,9 @@ class Bench:
         ids = self._loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return Prompts(ids, self._work)
 
-    @property
-    def _held(self) -> int:
-        """The most tokens that are held at once."""
-        lengths = sorted((item.prompt_tokens + item.output_tokens for item in self._work.items()), reverse=True)
-        return sum(lengths[: self.config.max_num_seqs])
+    def _longest(self) -> int:
+        """The tokens of the longest request: what pools are sized for."""
+        return max(sum(WARM_UP), *(item.prompt_tokens + item.output_tokens for item in self._work.items()))
 
     def warm_up(self) -> None:
         """Run one short request, so that threads and weights are there."""
@@ -210,7 +211,7 @@ class Bench:
             )
 
         clock = VirtualClock()
-        engine = build.make_engine(self._loaded, options, self.config, tokens=self._held, clock=clock)
+        engine = build.make_engine(self._loaded, options, self.config, clock=clock)
         try:
             with progress(title, len(items) if title else 0) as advance:
                 return drive(engine, self._loaded.model, items, self._prompts, params, clock, progress=advance)

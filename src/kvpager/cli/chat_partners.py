@@ -119,9 +119,8 @@ class Local:
         options.settings()  # refused before a model is loaded
         from kvpager import build
         from kvpager.llm import LLM
-        from kvpager.models import require_packages
 
-        require_packages()
+        build.require_engine()
         loaded = build.load_model(
             args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say
         )
