@@ -93,8 +93,9 @@ def test_prompts_are_exact_distinct_and_share_their_groups_prefix(
         assert len(prompt) == item.prompt_tokens == prefix + tokens
         assert prompt[:prefix] == made[item.group][:prefix]
         assert item.group == item.index % groups
-    spare = Item(7, "all", 0, 0.0, prefix + tokens, 1)
-    beginnings = [prompt[prefix] for prompt in made] + [prompts(spare)[prefix]]
+    spare = prompts(Item(7, "all", 0, 0.0, prefix + tokens, 1))
+    assert len(spare) == prefix + tokens
+    beginnings = [prompt[prefix] for prompt in made] + [spare[0]] + ([made[0][0]] if prefix else [])
     assert len(set(beginnings)) == len(beginnings)  # of all numbers each is there once: other windows begin otherwise
 
 

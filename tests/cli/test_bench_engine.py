@@ -10,6 +10,8 @@ import pytest
 
 from kvpager.bench import engine_figures
 from kvpager.cli.main import main
+from kvpager.engine.engine import Engine
+from kvpager.engine.outputs import Output
 
 WORK = ["--num-prompts", "4", "--input-len", "60", "--output-len", "8", "--ignore-eos", "--max-num-seqs", "4"]
 
@@ -76,6 +78,23 @@ def test_a_pool_that_changed_answers_is_a_failure(
     )
     assert main(command(model, "--compare-pools", "40,unlimited")) == 1
     assert "pools 40 changed answers under the same schedule" in capsys.readouterr().err
+
+
+def test_ctrl_c_reports_the_pool_that_ran_and_runs_no_other(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Engine.step
+
+    def interrupted(self: Engine) -> list[Output]:
+        outputs = honest(self)
+        if any(output.finish_reason and output.request_id == "2" for output in outputs):
+            raise KeyboardInterrupt
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    result = bench(capsys, model, "--compare-pools", "40,unlimited", code=130)
+    assert list(result["runs"]) == ["40"]
+    assert result["runs"]["40"]["interrupted"]
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,14 @@ def test_warming_up_does_not_count_and_has_prompts_of_its_own(
     result = bench(capsys, fake, *SMALL, "--warmup", "2")
     assert (len(fake.asked), result["sent"]) == (6, 4)
     assert len({tuple(body["prompt"]) for body in fake.asked}) == 6
+    shared = servers.enter_context(serving(FakeServer()))
+    bench(capsys, shared, *SMALL, "--warmup", "1", "--shared-prefix", "20")
+    assert len({tuple(body["prompt"][:20]) for body in shared.asked[1:]}) == 1
+    assert shared.asked[0]["prompt"][:3] != shared.asked[1]["prompt"][:3]  # lest it leave the prefix in a cache
+    assert len(shared.asked[0]["prompt"]) == 50
+    chats = servers.enter_context(serving(FakeServer()))
+    bench(capsys, chats, *SMALL, "--warmup", "1", "--shared-prefix", "20", "--endpoint", "chat")
+    assert [len(body["messages"]) for body in chats.asked] == [1, 2, 2, 2, 2]
     broken = servers.enter_context(serving(FakeServer(faults={0: "500"})))
     assert main(["bench", "serve", "--base-url", broken.url, *SMALL]) == 1
     assert "scripted fault 500" in capsys.readouterr().err

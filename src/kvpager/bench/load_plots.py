@@ -36,6 +36,7 @@ def draw_load(load: Load, rows: Sequence[Mapping[str, Any]], title: str, path: s
             if found:
                 shares = [100 * (rank + 1) / len(found) for rank in range(len(found))]
                 axes.plot(found, shares, drawstyle="steps-post", lw=1.4, color=colour, label=f"{kind} (n={len(found)})")
+        axes.set_xlim(left=0)
         dressed(axes, f"{name} (ms)", "at most that (%)")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8, loc="lower right")

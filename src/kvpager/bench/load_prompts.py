@@ -62,13 +62,13 @@ async def chat_texts(
     found: dict[int, list[dict[str, str]]] = {}
     for done, item in enumerate(items):
         messages = []
-        if workload.shared_prefix:
+        prefix = prompts.prefix(item)
+        if prefix:
             if item.group not in prefixes:
                 take = _taker(prompts.shared, item.group)
-                prefixes[item.group] = await _measured(remote, model, take, workload.shared_prefix)
+                prefixes[item.group] = await _measured(remote, model, take, prefix)
             messages.append({"role": "system", "content": prefixes[item.group]})
-        own = item.prompt_tokens - workload.shared_prefix
-        text = await _measured(remote, model, _taker(prompts.own, item), own)
+        text = await _measured(remote, model, _taker(prompts.own, item), item.prompt_tokens - prefix)
         found[item.index] = [*messages, {"role": "user", "content": text}]
         progress(done + 1)
     return found

@@ -145,7 +145,7 @@ class Prompts:
 
     `source` is any sequence: token ids, or words where tokens can't be had. Windows run on at its beginning when they
     reach its end. Two prompts never begin at the same place, and so share nothing but the prefix of their group.
-    `spare` prompts more can be made, for requests that don't count. Raises InputError where the source has fewer
+    `spare` prompts more can be made, for requests that don't count; they have no prefix. Raises InputError where the source has fewer
     places than there are prompts and prefixes.
     """
 
@@ -159,6 +159,7 @@ class Prompts:
         self._source = source
         self._prefix = workload.shared_prefix
         self._groups = workload.groups
+        self._requests = workload.requests
         self._places = np.random.default_rng([workload.seed, _TEXTS]).permutation(len(source))
 
     def shared(self, group: int, length: int) -> list[Any]:
@@ -169,9 +170,14 @@ class Prompts:
         """The first `length` tokens or words of what a prompt has for itself."""
         return self._window(self._groups + item.index, length)
 
+    def prefix(self, item: Item) -> int:
+        """The tokens that a prompt shares with its group: none for a spare one, lest it leave them in a cache."""
+        return self._prefix if item.index < self._requests else 0
+
     def __call__(self, item: Item) -> list[Any]:
         """The whole prompt: `item.prompt_tokens` long."""
-        return self.shared(item.group, self._prefix) + self.own(item, item.prompt_tokens - self._prefix)
+        prefix = self.prefix(item)
+        return self.shared(item.group, prefix) + self.own(item, item.prompt_tokens - prefix)
 
     def _window(self, place: int, length: int) -> list[Any]:
         start = int(self._places[place])

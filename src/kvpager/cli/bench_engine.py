@@ -110,7 +110,11 @@ def run(args: argparse.Namespace) -> int:
     require_room(work.items(), min(args.max_model_len or 2**40, loaded.context_length or 2**40))
     bench = Bench(args, loaded, work, options)
     bench.warm_up()
-    runs = {pool or "": bench.measure(pool) for pool in pools}
+    runs: dict[str, EngineRun] = {}
+    for pool in pools:
+        runs[pool or ""] = done = bench.measure(pool)
+        if done.interrupted:
+            break
     about = {
         "model": loaded.name,
         "dtype": loaded.dtype,
