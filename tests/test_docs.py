@@ -2,14 +2,20 @@
 
 import re
 import shlex
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.server.harness import LiveServer, real_server
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 RUNNABLE = re.compile(r"^<!-- runnable -->\n```python\n(.*?)^```$", re.M | re.S)
+WITH_SERVER = re.compile(r"^<!-- runnable with a server -->\n```python\n(.*?)^```$", re.M | re.S)
+SERVER = "http://127.0.0.1:8000"  # where the docs have it
 
 
 def name(page: Path) -> str:
@@ -32,11 +38,24 @@ def commands(program: str) -> list[tuple[str, str]]:
     return found
 
 
-RUNNABLE_BLOCKS = [
-    pytest.param(code, id=f"{name(page)}-{index}")
-    for page in PAGES
-    for index, code in enumerate(RUNNABLE.findall(page.read_text()))
-]
+def curls() -> list[tuple[str, str]]:
+    """All calls of curl in console blocks, over as many lines as they have."""
+    found = []
+    for page, block in blocks("console"):
+        for command in re.findall(r"^\$ (curl (?:[^\n]*\\\n)*[^\n]*)$", block, re.M):
+            found.append((page, command))
+    return found
+
+
+def examples(kind: re.Pattern[str]) -> list[object]:
+    """The blocks of Python that a mark before them says to run."""
+    return [
+        pytest.param(code, id=f"{name(page)}-{index}")
+        for page in PAGES
+        for index, code in enumerate(kind.findall(page.read_text()))
+    ]
+
+
 LINKS = [
     pytest.param(page, link, id=f"{name(page)}:{link}")
     for page in PAGES
@@ -45,7 +64,7 @@ LINKS = [
 ]
 
 
-@pytest.mark.parametrize("code", RUNNABLE_BLOCKS)
+@pytest.mark.parametrize("code", examples(RUNNABLE))
 def test_examples_in_the_docs_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "example"}
@@ -54,6 +73,36 @@ def test_examples_in_the_docs_run(code: str, tmp_path: Path, monkeypatch: pytest
 
         names["path"] = str(save_folder(tmp_path / "model"))
     exec(compile(code, "example", "exec"), names)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    from tests.small_llm import save_folder
+
+    folder = str(save_folder(tmp_path_factory.mktemp("model")))
+    with real_server(folder, names=("smollm2-135m",)) as live:
+        yield live
+
+
+@pytest.mark.parametrize("code", examples(WITH_SERVER))
+def test_examples_of_clients_run(code: str, server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert SERVER in code
+    exec(compile(code.replace(SERVER, server.url), "example", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("page", "command"), curls())
+def test_calls_of_curl_are_answered(page: str, command: str, server: LiveServer) -> None:
+    assert SERVER in command
+    here = command.replace(SERVER, server.url).replace("curl ", "curl -sS --fail-with-body ", 1)
+    done = subprocess.run(["bash", "-c", here], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{page}: {done.stdout}{done.stderr}"
+
+
+def test_the_servers_page_has_calls_and_clients() -> None:
+    page = (ROOT / "docs" / "server.md").read_text()
+    assert len(WITH_SERVER.findall(page)) >= 2
+    assert len([page for page, _ in curls() if page == "docs/server.md"]) >= 5
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"))

@@ -102,14 +102,16 @@ class PoolExhausted(KVPagerError, RuntimeError):
 class PageLost(KVPagerError, RuntimeError):
     """A live page could not be read back from swap: it is missing or its checksum differs.
 
-    slots   those of swap that hold no page or another one
-    rows    the blocks whose pages those are, once the pager has looked (Pager.forget takes it from there)
+    slots      those of swap that hold no page or another one, where swap says which
+    rows       the blocks whose pages those are, from the pager on
+    sequences  the ids of all sequences that hold such a block; `Pager.open` doesn't find these blocks any more
     """
 
     def __init__(self, message: str, slots: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.slots = tuple(slots)
         self.rows: tuple[int, ...] = ()
+        self.sequences: tuple[int, ...] = ()
 
 
 class SwapError(KVPagerError, RuntimeError):

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpager.cli.console import say
@@ -207,7 +208,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     from kvpager.server.service import ServiceOptions
 
     return ServiceOptions(
-        names=tuple(args.served_model_name or [args.model]),
+        names=tuple(args.served_model_name or [own_name(args.model)]),
         api_keys=tuple(collect_keys(args.api_key, args.api_key_file, os.environ)),
         limits=Limits(
             body_bytes=parse_size(args.max_body, "max_body"),
@@ -220,6 +221,12 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         log_prompts=args.log_prompts,
         request_seconds=args.request_timeout,
     )
+
+
+def own_name(model: str) -> str:
+    """A model's name for clients: that of a file or folder without the way to it, which is nobody's business."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
 
 
 def url(listener: socket.socket, *, tls: bool) -> str:

@@ -183,7 +183,6 @@ class Attender:
         rows, blocks = [one.rows for one in pages], [one.blocks for one in pages]
         self._residency.scorer.observe(rows, layer, heads, settled.masses, queries, self.now(sequence))
         for counters in (self._residency.counters, sequence.cost):
-            counters.tiles += 1
             counters.pages_attended += len(heads)
         sequence.cost.recalls += len(recalled)
         given = _Given(heads, blocks, settled.masses.total, queries)
@@ -271,8 +270,9 @@ class Attender:
         return self._choose(sequence, layer, tile, own, self._digest)
 
     def _covered(self, sequence: Sequence, share: float) -> None:
-        self._residency.counters.coverage_sum += share
-        sequence.cost.coverage_sum += share
+        for counters in (self._residency.counters, sequence.cost):
+            counters.tiles += 1
+            counters.coverage_sum += share
 
     def _viewed(self, step: Step, sequence: Sequence, layer: int, tile: _Tile) -> PlacedPages | None:
         """Discard mode: the past pages that the sequence still sees."""

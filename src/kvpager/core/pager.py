@@ -17,7 +17,7 @@ from kvpager.core.checks import floats, listed, positive, step_tokens, token_lis
 from kvpager.core.guards import changes, owned
 from kvpager.core.sequence import Sequence
 from kvpager.core.state import State
-from kvpager.errors import ConfigError, InputError, PageLost, SequenceError, StepError, ThreadError
+from kvpager.errors import ConfigError, InputError, SequenceError, StepError, ThreadError
 from kvpager.kernels.choose import open_kernel
 from kvpager.ports import FloatArray, Kernel, Swap
 from kvpager.stats import PagerStats
@@ -117,17 +117,6 @@ class Pager:
         self.rollback()
         if not sequence.closed:
             transaction.close(self._state, sequence)
-
-    @changes
-    def forget(self, lost: PageLost) -> list[Sequence]:
-        """The sequences that hold pages which could not be read back; from now on `open` never finds those blocks.
-
-        Close them: what they hold can't be attended to any more. An open step is rolled back first.
-        """
-        self.rollback()
-        for row in lost.rows:
-            self._state.blocks.unname(row)
-        return [one for one in self._state.sequences.values() if np.isin(one.rows, lost.rows).any()]
 
     @changes
     def park(self, sequence: Sequence) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from kvpager.core.pagetable import ABSENT
 from kvpager.core.sequence import Saved, Sequence, Step
 from kvpager.core.state import State
-from kvpager.errors import StepError
+from kvpager.errors import PageLost, StepError
 from kvpager.ports import FloatArray, IntArray
 
 __all__ = ["begin", "close", "commit", "frames_needed", "free_unseen", "guarded", "implicit", "rollback", "write"]
@@ -217,13 +217,22 @@ def _empty_ahead(state: State, sequence: Sequence) -> None:
 
 @contextmanager
 def guarded(state: State) -> Iterator[None]:
-    """Mark the open step as failed when a call inside it fails half-way."""
+    """Mark the open step as failed when a call inside it fails half-way; lost pages are told by sequence."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, PageLost):
+            _blame(state, error)
         if state.step is not None:
             state.step.failed = True
         raise
+
+
+def _blame(state: State, lost: PageLost) -> None:
+    """Name the sequences that hold lost pages, and let nobody else find them. Before a rollback, which changes rows."""
+    lost.sequences = tuple(one.id for one in state.sequences.values() if np.isin(one.rows, lost.rows).any())
+    for row in lost.rows:
+        state.blocks.unname(row)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from kvpager.engine.outputs import Output
 from kvpager.errors import EngineStopped, InputError
 
 if TYPE_CHECKING:
-    from kvpager.engine.engine import Engine, EngineStats
+    from kvpager.engine.engine import Engine
+    from kvpager.engine.outputs import EngineStats
     from kvpager.engine.params import SamplingParams
 
 __all__ = ["AsyncEngine", "Health", "State", "Stream"]

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 
 from kvpager.config import DEFAULT_POOL_BYTES, DType, KVShape, PagerConfig, parse_size
 from kvpager.core.pager import Pager
@@ -175,10 +176,10 @@ class Engine:
         )
         seed = self._seeds.getrandbits(63)
         decode = self._decoders[params.skip_special_tokens]
-        for index in range(params.n):
+        for place in range(params.n):
             guide = None if params.json_schema is None else self._guides.guide(str(params.json_schema))
-            state = SampleState(params, seed=seed, choice=index, prompt=ids, guide=guide)
-            request.choices.append(Choice(request, index, state, TextState(decode, params)))
+            state = SampleState(params, seed=seed, choice=place, prompt=ids, guide=guide)
+            request.choices.append(Choice(request, place, state, TextState(decode, params)))
         self._numbers += 1
         self._requests[request_id] = request
         self._scheduler.add(request)
@@ -206,8 +207,8 @@ class Engine:
         if not isinstance(salt, bytes):
             raise InputError(f"salt: expected bytes, got {type(salt).__name__}")
         try:
-            ids = [int(token) for token in prompt]
-        except (TypeError, ValueError):
+            ids = [index(token) for token in prompt]
+        except TypeError:
             raise InputError("prompt: expected a list of token ids") from None
         if not ids:
             raise InputError("prompt: it is empty; at least one token is needed")
@@ -252,7 +253,7 @@ class Engine:
             drawn = self._runner.run(entries)
         except PageLost as error:
             self._replay(entries, error)
-            return []
+            return self._one_by_one(entries) if len(entries) > 1 else []
         except AssertionError:
             raise
         except Exception as error:
@@ -293,7 +294,7 @@ class Engine:
 
     def _replay(self, entries: list[Entry], error: PageLost) -> None:
         """Pages were lost: the sequences that hold them are computed anew from their tokens, the others go on."""
-        lost = {sequence.id for sequence in self.pager.forget(error)} or {entry.sequence.id for entry in entries}
+        lost = set(error.sequences) or {entry.sequence.id for entry in entries}
         for request in list(self._scheduler.running):
             for choice in request.active:
                 if choice.sequence is None or choice.sequence.id not in lost:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvpager.engine.guided import JSON_OBJECT
 from kvpager.engine.params import SamplingParams
 from kvpager.server.errors import ApiError
 from kvpager.server.limits import Limits
@@ -276,11 +277,11 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(token): bias for token, bias in given.items()}
 
 
-def _schema(form: ResponseFormat | None) -> dict[str, Any] | None:
+def _schema(form: ResponseFormat | None) -> dict[str, Any] | str | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return {"type": "object"}
+        return JSON_OBJECT
     if form.json_schema is None or form.json_schema.schema_ is None:
         message = "response_format: type json_schema needs json_schema.schema"
         raise ApiError(400, message, param="response_format", code="missing_required_parameter")

@@ -158,7 +158,7 @@ def _content(message: Message, number: int) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level tokenizers write for each byte: itself where it is visible, else one from 256 on."""
+    """What byte-level tokenizers write for each byte: itself where it is visible, else a character from 256 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = (byte for byte in range(256) if byte not in visible)
     return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

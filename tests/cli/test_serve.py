@@ -1,0 +1,75 @@
+"""``kvpager serve``: what it refuses before it loads anything."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvpager.cli.main import build_parser, main
+from kvpager.cli.serve import service_options
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--api-key-file", "/does/not/exist"], 2, "api_key_file: /does/not/exist can't be read"),
+        (["--ssl-keyfile", "key"], 2, "TLS needs both"),
+        (["--pool", "64MiB", "--memory", "64MiB"], 2, "not both"),
+        (["one", "--model", "two"], 2, "not both"),
+        (["--max-num-batched-tokens", "0"], 2, "not in 1"),
+        (["--port", "65536"], 2, "not in 0..65535"),
+        (["--host", "no-such-host.invalid", "--port", "0"], 1, "can't listen on no-such-host"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], options: list[str], code: int, said: str
+) -> None:
+    try:
+        assert main(["serve", *options]) == code
+    except SystemExit as ended:  # argparse's own
+        assert ended.code == code
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", str(tmp_path / "nothing"), "--port", "0"]) == 1
+    assert "nothing at" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else there(name, *rest)
+    )
+    assert main(["serve"]) == 1
+    assert "pip install 'kvpager[serve]'" in capsys.readouterr().err
+
+
+def test_names_limits_and_keys_come_from_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPAGER_API_KEY", "from-environment")
+    (tmp_path / "keys").write_text("from-file\n")
+    parser = build_parser()
+    args = parser.parse_args(
+        ["serve", "--api-key", "a", "--api-key", "b", "--api-key-file", str(tmp_path / "keys"), "--max-body", "1MiB"]
+    )
+    options = service_options(args)
+    assert options.api_keys == ("a", "b", "from-environment", "from-file")
+    assert options.names == ("smollm2-135m",)
+    assert options.limits.body_bytes == 2**20
+    (tmp_path / "model").mkdir()
+    folder = service_options(parser.parse_args(["serve", "--model", str(tmp_path / "model")]))
+    assert folder.names == ("model",)  # clients need not know where it lies
+    named = service_options(parser.parse_args(["serve", "--served-model-name", "x", "y"]))
+    assert named.names == ("x", "y")
