@@ -145,8 +145,8 @@ class Prompts:
 
     `source` is any sequence: token ids, or words where tokens can't be had. Windows run on at its beginning when they
     reach its end. Two prompts never begin at the same place, and so share nothing but the prefix of their group.
-    `spare` prompts more can be made, for requests that don't count; they have no prefix. Raises InputError where the source has fewer
-    places than there are prompts and prefixes.
+    `spare` prompts more can be made, for requests that don't count; they have no prefix. Raises InputError where the
+    source has fewer places than there are prompts and prefixes.
     """
 
     def __init__(self, source: Sequence[Any], workload: Workload, spare: int = 0) -> None:
