@@ -174,8 +174,10 @@ class Bench:
         return Prompts(ids, self._work)
 
     def _longest(self) -> int:
-        """The tokens of the longest request: what pools are sized for."""
-        return max(sum(WARM_UP), *(item.prompt_tokens + item.output_tokens for item in self._work.items()))
+        """The tokens of the longest request, in whole pages as far as the model goes: what pools are sized for."""
+        most = max(sum(WARM_UP), *(item.prompt_tokens + item.output_tokens for item in self._work.items()))
+        size = self._options.page_size
+        return min(-(-most // size) * size, self._loaded.context_length or 2**40)
 
     def warm_up(self) -> None:
         """Run one short request, so that threads and weights are there."""
