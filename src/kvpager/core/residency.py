@@ -83,22 +83,42 @@ class Residency:
         self.table.frame[rows, layer] = frames
         return frames
 
-    def fault(self, flat: IntArray) -> tuple[IntArray, IntArray]:
-        """Bring pages (flat indices, [n]) into the pool: their frames, and the indices of those that were absent.
+    @property
+    def room(self) -> int:
+        """The most full pages that can be in the pool together now: frames that are free, or whose page may leave.
 
-        They stay there until the next call that needs room. Raises PageLost, PoolExhausted or SwapError with nothing
+        Open pages are in the pool already. So a call of `fault` with at most so many pages that are not open fits.
+        """
+        return self.pool.free_count + int(np.count_nonzero(self.pool.evictable))
+
+    def fault(self, flat: IntArray) -> tuple[IntArray, IntArray]:
+        """Bring pages (flat indices, [n]) into the pool together: their frames, and the indices of those absent before.
+
+        Made for thousands of pages at once, of one sequence or of a whole batch (see `room`); a page may stand in
+        `flat` several times, as sequences that share a block want it. They stay there until the next call that needs
+        room; nothing that runs needs to be pinned for it. Raises PageLost, PoolExhausted or SwapError with nothing
         brought in; pages that made way for them stay readable in swap.
         """
-        frames = self.table.frame.reshape(-1)[flat].astype(np.int64)
+        table = self.table.frame.reshape(-1)
+        frames = table[flat].astype(np.int64)
         absent = (frames == ABSENT).nonzero()[0]
         if absent.size:
             back = flat[absent]
-            frames[absent] = self._recall(back, frames[frames != ABSENT])
+            self._recall(self._once(back), frames[frames != ABSENT])
+            frames[absent] = table[back]
             self.table.expired.reshape(-1)[back // self.table.heads] = False
         return frames, absent
 
-    def _recall(self, flat: IntArray, needed: IntArray) -> IntArray:
-        """Read absent pages [n] back into frames, returned; the frames `needed` beside them are not taken."""
+    def _once(self, flat: IntArray) -> IntArray:
+        """Absent pages, each once: their places in the table tell twins apart faster than sorting does."""
+        table, marks = self.table.frame.reshape(-1), np.arange(len(flat), dtype=np.int32)
+        table[flat] = marks
+        last = table[flat] == marks
+        table[flat] = ABSENT
+        return flat if last.all() else flat[last]
+
+    def _recall(self, flat: IntArray, needed: IntArray) -> None:
+        """Read absent pages [n], each once, back into frames; the frames `needed` beside them are not taken."""
         assert self.swap is not None, "a page is absent though nothing is ever evicted"
         table, pool = self.table, self.pool
         slots = table.slot.reshape(-1)[flat].astype(np.int64)
@@ -124,7 +144,6 @@ class Residency:
         pool.evictable[taken] = True
         self.counters.recalls += len(taken)
         self.counters.faults += 1
-        return taken
 
     def prefetch(self, flat: IntArray) -> None:
         """Tell swap which of these pages [n] will be read soon."""

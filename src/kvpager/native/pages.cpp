@@ -22,14 +22,21 @@ void each_page(int64_t pages, int64_t page_bytes, F&& f) {
   });
 }
 
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef uint16_t u16x4 __attribute__((vector_size(8)));
+
+// How numbers are held. `Four` is a vector of four units: a unit is what lies together among the keys, a number or a
+// pair. Rows are `n` numbers, a multiple of 8.
 struct Plain32 {
   using Item = float;
+  using Four = u32x4;
   static KV_INLINE void narrow(const float* from, Item* to, int64_t n) { std::memcpy(to, from, sizeof(float) * n); }
-  static KV_INLINE float widen(Item x) { return x; }
+  static KV_INLINE void widen(const Item* from, float* to, int64_t n) { std::memcpy(to, from, sizeof(float) * n); }
 };
 
 struct Plain16 {
   using Item = uint16_t;
+  using Four = u16x4;
   static KV_INLINE void narrow(const float* from, Item* to, int64_t n) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) store(to + i, narrow_f16(load<f32x16>(from + i)));
@@ -38,19 +45,45 @@ struct Plain16 {
       std::memcpy(to + i, &last, 16);
     }
   }
-  static KV_INLINE float widen(Item x) {
-    const u16x16 one = {x};
-    return widen_f16(one)[0];
+  static KV_INLINE void widen(const Item* from, float* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) store(to + i, widen_f16(load<u16x16>(from + i)));
+    if (i < n) {
+      u16x16 last = {};
+      std::memcpy(&last, from + i, 16);
+      const f32x16 wide = widen_f16(last);
+      std::memcpy(to + i, &wide, 32);
+    }
   }
 };
 
 struct Brain16 {
   using Item = uint16_t;
-  static KV_INLINE void narrow(const float* from, Item* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(from[i]);
+  using Four = u32x4;  // pairs
+  // to nearest, ties to even, in the upper half; NaN stays NaN
+  static KV_INLINE u32x8 rounded(u32x8 bits) {
+    const u32x8 even = bits + (((bits >> 16) & 1) + 0x7FFFu);
+    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : even;
   }
-  static KV_INLINE float widen(Item x) { return bf16_to_float(x); }
+  static KV_INLINE void narrow(const float* from, Item* to, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8)
+      store(to + i, __builtin_convertvector(rounded(load<u32x8>(from + i)) >> 16, u16x8));
+  }
+  static KV_INLINE void widen(const Item* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8) store(to + i, __builtin_convertvector(load<u16x8>(from + i), u32x8) << 16);
+  }
 };
+
+// The rows of a 4 x 4 matrix become its columns.
+template <class V>
+KV_INLINE void turn(V (&m)[4]) {
+  const V low_0 = __builtin_shufflevector(m[0], m[1], 0, 4, 1, 5), high_0 = __builtin_shufflevector(m[0], m[1], 2, 6, 3, 7);
+  const V low_1 = __builtin_shufflevector(m[2], m[3], 0, 4, 1, 5), high_1 = __builtin_shufflevector(m[2], m[3], 2, 6, 3, 7);
+  m[0] = __builtin_shufflevector(low_0, low_1, 0, 1, 4, 5);
+  m[1] = __builtin_shufflevector(low_0, low_1, 2, 3, 6, 7);
+  m[2] = __builtin_shufflevector(high_0, high_1, 0, 1, 4, 5);
+  m[3] = __builtin_shufflevector(high_0, high_1, 2, 3, 6, 7);
+}
 
 // Where the pair (or single) of channels `c` of token `t` lies among the keys, and among the values, in items.
 struct Places {
@@ -63,23 +96,70 @@ struct Places {
   int64_t value(int64_t t, int64_t c) const { return (t / pair * dim + c) * pair + t % pair; }
 };
 
+constexpr int64_t kMostDim = 256;
+
+// Keys of four tokens of a row each, [4][kMostDim], to or from their place: `key` is that of the first token.
+template <class P, int kPair>
+KV_INLINE void write_keys(const typename P::Item* rows, typename P::Item* key, const Layout& l) {
+  const int64_t unit = l.block * kPair;
+  for (int64_t c = 0; c < l.head_dim; c += 4 * kPair) {
+    typename P::Four m[4];
+    for (int i = 0; i < 4; ++i) m[i] = load<typename P::Four>(rows + i * kMostDim + c);
+    turn(m);
+    for (int i = 0; i < 4; ++i) store(key + (c / kPair + i) * unit, m[i]);
+  }
+}
+
+template <class P, int kPair>
+KV_INLINE void read_keys(typename P::Item* rows, const typename P::Item* key, const Layout& l) {
+  const int64_t unit = l.block * kPair;
+  for (int64_t c = 0; c < l.head_dim; c += 4 * kPair) {
+    typename P::Four m[4];
+    for (int i = 0; i < 4; ++i) m[i] = load<typename P::Four>(key + (c / kPair + i) * unit);
+    turn(m);
+    for (int i = 0; i < 4; ++i) store(rows + i * kMostDim + c, m[i]);
+  }
+}
+
 template <class P, int kPair>
 void write_page(const TokenArgs& a, int64_t i) {
   using Item = typename P::Item;
   const Layout& l = a.view.layout;
   const Places places(l, kPair);
+  const int64_t dim = l.head_dim;
   Item* page = reinterpret_cast<Item*>(a.view.frames + a.frames[i] * l.page_bytes);
   Item* values = page + places.page;
-  Item row[256];
-  for (int64_t t = 0; t < a.tokens; ++t) {
-    const int64_t from = (i * a.tokens + t) * l.head_dim;
-    P::narrow(a.keys + from, row, l.head_dim);
-    Item* key = page + places.key(a.offset + t, 0);
-    for (int64_t c = 0; c < l.head_dim; c += kPair, key += l.block * kPair)
-      std::memcpy(key, row + c, sizeof(Item) * kPair);
-    Item* value = values + places.value(a.offset + t, 0);
-    P::narrow(a.values + from, row, l.head_dim);
-    for (int64_t c = 0; c < l.head_dim; ++c) value[c * kPair] = row[c];
+  Item rows[4 * kMostDim];
+  for (int64_t t = 0; t < a.tokens;) {
+    const int64_t at = a.offset + t, from = (i * a.tokens + t) * dim;
+    Item* key = page + places.key(at, 0);
+    const bool four = at % 4 == 0 && t + 4 <= a.tokens;  // blocks are of 8 tokens or more: four never straddle two
+    const int64_t count = four ? 4 : 1;
+    for (int64_t k = 0; k < count; ++k) P::narrow(a.keys + from + k * dim, rows + k * kMostDim, dim);
+    if (four) {
+      write_keys<P, kPair>(rows, key, l);
+    } else {
+      for (int64_t c = 0; c < dim; c += kPair, key += l.block * kPair) std::memcpy(key, rows + c, sizeof(Item) * kPair);
+    }
+    for (int64_t k = 0; k < count;) {
+      Item* value = values + places.value(at + k, 0);
+      const float* row = a.values + from + k * dim;
+      if constexpr (kPair == 1) {
+        P::narrow(row, value, dim);
+        ++k;
+      } else if (four) {  // two tokens that lie in one another
+        for (int64_t c = 0; c < dim; c += 8) {
+          const u32x8 first = P::rounded(load<u32x8>(row + c)), second = P::rounded(load<u32x8>(row + dim + c));
+          store(value + 2 * c, (first >> 16) | (second & 0xFFFF0000u));
+        }
+        k += 2;
+      } else {
+        P::narrow(row, rows, dim);
+        for (int64_t c = 0; c < dim; ++c) value[c * 2] = rows[c];
+        ++k;
+      }
+    }
+    t += count;
   }
 }
 
@@ -88,15 +168,27 @@ void read_page(const TokenArgs& a, int64_t i) {
   using Item = typename P::Item;
   const Layout& l = a.view.layout;
   const Places places(l, kPair);
+  const int64_t dim = l.head_dim;
   const Item* page = reinterpret_cast<const Item*>(a.view.frames + a.frames[i] * l.page_bytes);
   const Item* values = page + places.page;
-  for (int64_t t = 0; t < l.page_size; ++t) {
-    const int64_t to = i * places.page + t * l.head_dim;
-    const Item* key = page + places.key(t, 0);
-    const Item* value = values + places.value(t, 0);
-    for (int64_t c = 0; c < l.head_dim; c += kPair, key += l.block * kPair)
-      for (int64_t p = 0; p < kPair; ++p) a.keys[to + c + p] = P::widen(key[p]);
-    for (int64_t c = 0; c < l.head_dim; ++c) a.values[to + c] = P::widen(value[c * kPair]);
+  Item rows[4 * kMostDim];
+  for (int64_t t = 0; t < l.page_size; t += 4) {
+    const int64_t to = i * places.page + t * dim;
+    read_keys<P, kPair>(rows, page + places.key(t, 0), l);
+    for (int64_t k = 0; k < 4; ++k) P::widen(rows + k * kMostDim, a.keys + to + k * dim, dim);
+    for (int64_t k = 0; k < 4; k += kPair) {
+      const Item* value = values + places.value(t + k, 0);
+      float* row = a.values + to + k * dim;
+      if constexpr (kPair == 1) {
+        P::widen(value, row, dim);
+      } else {
+        for (int64_t c = 0; c < dim; c += 8) {
+          const u32x8 both = load<u32x8>(value + 2 * c);
+          store(row + c, both << 16);
+          store(row + dim + c, both & 0xFFFF0000u);
+        }
+      }
+    }
   }
 }
 
