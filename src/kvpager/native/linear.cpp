@@ -167,9 +167,18 @@ KV_INLINE void multiply(const Matrix& matrix, const Inputs<Kind>& inputs, Finish
   });
 }
 
-// Stores a block's outputs, those below `outputs` alone.
-KV_INLINE void put(uint16_t* row, int64_t column, int64_t outputs, f32x16 block) {
-  const u16x16 bits = narrow(block);
+// Stores a block's outputs, those below `outputs` alone; `added`, where it isn't null, is a row that they are added to.
+KV_INLINE void put(uint16_t* row, int64_t column, int64_t outputs, f32x16 block, const uint16_t* added = nullptr) {
+  u16x16 bits = narrow(block);
+  if (added) {
+    u16x16 other{};
+    if (column + kLanes <= outputs) {
+      other = load<u16x16>(added + column);
+    } else if (column < outputs) {
+      std::memcpy(&other, added + column, 2 * static_cast<size_t>(outputs - column));
+    }
+    bits = narrow(widen_bf16(other) + widen_bf16(bits));
+  }
   if (column + kLanes <= outputs) {
     store(row + column, bits);
   } else if (column < outputs) {
@@ -184,38 +193,39 @@ void product_of(const Matrix& matrix, const uint16_t* x, int64_t rows, const Out
     multiply(matrix, inputs, [&](int64_t index, int64_t row, f32x16 a, f32x16 b) {
       const Output* output = outputs;
       while (index >= split(output->outputs, kGroup)) index -= split((output++)->outputs, kGroup);
-      uint16_t* to = output->to + (start + row) * output->outputs;
-      put(to, index * kGroup, output->outputs, a);
-      put(to, index * kGroup + kLanes, output->outputs, b);
+      const int64_t at = (start + row) * output->outputs;
+      const uint16_t* added = output->added ? output->added + at : nullptr;
+      put(output->to + at, index * kGroup, output->outputs, a, added);
+      put(output->to + at, index * kGroup + kLanes, output->outputs, b, added);
     });
   }
 }
 
 template <class Kind, f32x16 (*kActivate)(f32x16)>
-void gated_of(const Matrix& gate_up, const Matrix& down, const uint16_t* x, int64_t rows, uint16_t* y,
-              int64_t outputs, uint8_t* scratch) {
+void gated_of(const Matrix& gate_up, const Matrix& down, const uint16_t* x, int64_t rows, const Output& y,
+              uint8_t* scratch) {
   const int64_t some = least(rows, kRows), width = down.inputs;
   auto* hidden = reinterpret_cast<uint16_t*>(scratch);
   scratch += lines(2 * some * width);
-  const Output all{y, outputs};
   for (int64_t start = 0; start < rows; start += some) {
     const int64_t count = least(some, rows - start);
     multiply(gate_up, prepare<Kind>(gate_up, x + start * gate_up.inputs, count, scratch),
              [&](int64_t index, int64_t row, f32x16 gate, f32x16 up) {
                put(hidden + row * width, index * kLanes, width, rounded(kActivate(rounded(gate))) * rounded(up));
              });
-    const Output part{all.to + start * outputs, outputs};
+    const int64_t at = start * y.outputs;
+    const Output part{y.to + at, y.outputs, y.added ? y.added + at : nullptr};
     product_of<Kind>(down, hidden, count, &part, scratch);
   }
 }
 
 template <class Kind>
 void gated_kind(const Matrix& gate_up, const Matrix& down, Activation activation, const uint16_t* x, int64_t rows,
-                uint16_t* y, int64_t outputs, uint8_t* scratch) {
+                const Output& y, uint8_t* scratch) {
   switch (activation) {
-    case Activation::silu: return gated_of<Kind, silu>(gate_up, down, x, rows, y, outputs, scratch);
-    case Activation::gelu_tanh: return gated_of<Kind, gelu_tanh>(gate_up, down, x, rows, y, outputs, scratch);
-    case Activation::gelu: return gated_of<Kind, gelu>(gate_up, down, x, rows, y, outputs, scratch);
+    case Activation::silu: return gated_of<Kind, silu>(gate_up, down, x, rows, y, scratch);
+    case Activation::gelu_tanh: return gated_of<Kind, gelu_tanh>(gate_up, down, x, rows, y, scratch);
+    case Activation::gelu: return gated_of<Kind, gelu>(gate_up, down, x, rows, y, scratch);
   }
 }
 
@@ -235,10 +245,9 @@ void product(const Matrix& matrix, const uint16_t* x, int64_t rows, const Output
 }
 
 void gated(const Matrix& gate_up, const Matrix& down, Activation activation, const uint16_t* x, int64_t rows,
-           uint16_t* y, int64_t outputs, uint8_t* scratch) {
-  if (gate_up.weights == Weights::int8)
-    return gated_kind<Int8>(gate_up, down, activation, x, rows, y, outputs, scratch);
-  gated_kind<Bfloat>(gate_up, down, activation, x, rows, y, outputs, scratch);
+           const Output& y, uint8_t* scratch) {
+  if (gate_up.weights == Weights::int8) return gated_kind<Int8>(gate_up, down, activation, x, rows, y, scratch);
+  gated_kind<Bfloat>(gate_up, down, activation, x, rows, y, scratch);
 }
 
 constexpr LinearTable kTable{&product_scratch, &gated_scratch, &product, &gated};
