@@ -2,9 +2,9 @@
 
     python benchmarks/model_alone.py [--rows 1,8,16] [--chunks 464,512] [--rounds 15] [--weights bfloat16]
 
-The model is SmolLM2-135M by its shape, with random weights. Attention is a function that returns zeros and a cache that
-keeps nothing, so a row is a decode step of one token and a chunk is a piece of a prompt; one round takes each case once, medians are shown.
-The logits of one row a sequence are asked for: all rows of a step, the last one of a chunk.
+The model is SmolLM2-135M by its shape, with random weights. Attention is a function that returns zeros, and its cache
+keeps nothing. Rows are a decode step of as many sequences, with logits for all; a chunk is a piece of a prompt, with
+logits for its last token. A round takes each chunk once and each step eight times; medians and least times are shown.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ def test_inputs_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch, fused_r
         again = fused.model.layers[0](x.contiguous(), position_embeddings=angles)
         stretched = tuple(one.float().expand(2, -1, -1).bfloat16() for one in angles)
         pair = fused.model.layers[0](x.contiguous().expand(2, -1, -1).contiguous(), position_embeddings=stretched)
-    assert torch.equal(ours, theirs) and torch.equal(again, theirs)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(again, theirs)
     assert torch.equal(pair, theirs.expand(2, -1, -1))
     assert len(fused_runs) == 2
 

@@ -1,9 +1,9 @@
 """A decoder layer around its attention in two compiled calls, where all that it is made of was packed.
 
-What such a layer does is Llama's: a norm, an attention of packed projections, norms of heads (Qwen 3) and the rotary embedding,
-the sum with what came in, a norm, a gated multilayer perceptron, and the sum again. Qwen 2 and Mistral share it. The
-attention itself stays where transformers looks for it, and each step rounds as the modules one after the other do, so
-results are the same bits. A layer whose modules were replaced, or have hooks, since then runs its own forward.
+What such a layer does is Llama's: a norm, an attention of packed projections, norms of heads (Qwen 3) and the rotary
+embedding, the sum with what came in, a norm, a gated multilayer perceptron, and the sum again. Qwen 2 and Mistral share
+it. The attention itself stays where transformers looks for it, and each step rounds as the modules one after the other
+do, so results are the same bits. A layer whose modules were replaced, or have hooks, since then runs its own forward.
 """
 
 from __future__ import annotations
