@@ -145,6 +145,43 @@ def rotate(
     to_keys: int,
 ) -> None: ...
 
+# bind_layer.cpp: addresses of contiguous bfloat16 arrays, each with its number of elements
+
+class PackedLayer:
+    def __init__(
+        self,
+        projections: PackedMatrix,
+        output: PackedMatrix,
+        gate_up: PackedMatrix,
+        down: PackedMatrix,
+        activation: int,
+        head_dim: int,
+        epsilon_before: float,
+        epsilon_after: float,
+        epsilon_heads: float,
+    ) -> None: ...
+    def before(
+        self,
+        x: int,
+        elements: int,
+        norm: int,
+        query_norm: int,
+        key_norm: int,
+        cosine: int,
+        sine: int,
+        angles_size: int,
+        queries: int,
+        queries_size: int,
+        keys: int,
+        keys_size: int,
+        values: int,
+        values_size: int,
+        /,
+    ) -> None: ...
+    def after(
+        self, x: int, elements: int, attended: int, attended_size: int, norm: int, to: int, size: int, /
+    ) -> None: ...
+
 # bind_tile.cpp
 
 Four = tuple[IntArray, IntArray, IntArray, IntArray]

@@ -59,13 +59,13 @@ def logits(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
 # What of each architecture is replaced, for two layers.
 ALL = {"PackedLinear": 3, "PackedProjection": 6, "PackedGated": 2}
 REPLACED = {
-    "llama": ALL | {"PackedNorm": 5, "PackedLlamaAttention": 2},
-    "llama-mqa": ALL | {"PackedNorm": 5, "PackedLlamaAttention": 2},
-    "llama-h24": ALL | {"PackedNorm": 5, "PackedLlamaAttention": 2},
-    "qwen2": ALL | {"PackedNorm": 5, "PackedQwen2Attention": 2},
-    "qwen3": ALL | {"PackedNorm": 9, "PackedQwen3Attention": 2},
-    "mistral": ALL | {"PackedNorm": 5, "PackedMistralAttention": 2},
-    "qwen3-sliding": ALL | {"PackedNorm": 9, "PackedQwen3Attention": 2},
+    "llama": ALL | {"PackedNorm": 5, "PackedLlamaAttention": 2, "PackedLlamaDecoderLayer": 2},
+    "llama-mqa": ALL | {"PackedNorm": 5, "PackedLlamaAttention": 2, "PackedLlamaDecoderLayer": 2},
+    "llama-h24": ALL | {"PackedNorm": 5, "PackedLlamaAttention": 2, "PackedLlamaDecoderLayer": 2},
+    "qwen2": ALL | {"PackedNorm": 5, "PackedQwen2Attention": 2, "PackedQwen2DecoderLayer": 2},
+    "qwen3": ALL | {"PackedNorm": 9, "PackedQwen3Attention": 2, "PackedQwen3DecoderLayer": 2},
+    "mistral": ALL | {"PackedNorm": 5, "PackedMistralAttention": 2, "PackedMistralDecoderLayer": 2},
+    "qwen3-sliding": ALL | {"PackedNorm": 9, "PackedQwen3Attention": 2, "PackedQwen3DecoderLayer": 2},
     "gemma2": ALL | {"PackedNorm": 9, "PackedGemma2Attention": 2, "PackedEmbedding": 1},
     "gemma3": ALL | {"PackedNorm": 13, "PackedGemma3Attention": 2, "PackedEmbedding": 1},
     "phi": {"PackedLinear": 7, "PackedProjection": 6, "PackedPhiAttention": 2},
@@ -185,7 +185,7 @@ def test_projections_keep_nothing_once_all_are_taken() -> None:
     model = llama()
     accelerate(model)
     attention = model.model.layers[0].self_attn
-    shared: Projections = attention.q_proj._shared
+    shared: Projections = attention.q_proj.shared
     x = torch.ones((1, 1, 64), dtype=torch.bfloat16)
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(attention, name)(x)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from kvpager.errors import ConfigError, InputError
+from kvpager.hf.layer import fuse
 from kvpager.hf.packed import (
     PackedEmbedding,
     PackedGated,
@@ -24,7 +25,16 @@ from kvpager.hf.packed import (
     Place,
     Projections,
 )
-from kvpager.hf.recognise import GatedForm, NormForm, embeddings_of, gated_form, is_linear, norm_form, rotary_forward
+from kvpager.hf.recognise import (
+    GatedForm,
+    NormForm,
+    embeddings_of,
+    gated_form,
+    is_linear,
+    layer_forward,
+    norm_form,
+    rotary_forward,
+)
 from kvpager.hf.rotary import rotate
 from kvpager.kernels.linear import Arena, Weights, packed_bytes
 
@@ -54,7 +64,8 @@ def accelerate(model: nn.Module, weights: str = "bfloat16") -> AccelerateReport:
 
     `weights` says how packed weights are held: "bfloat16" (as they were) or "int8" (rounded, a scale for each output).
     Replaced are linear layers, an attention's q_proj, k_proj and v_proj (one product), gated multilayer perceptrons
-    (one call), root-mean-square norms and Llama's rotary embedding, where they are bfloat16 on the CPU and plain:
+    (one call), root-mean-square norms and Llama's rotary embedding, where they are bfloat16 on the CPU and plain, and
+    the rest of a decoder layer that does what Llama's does and was packed in all its parts (see layer.py):
     subclasses (adapters, quantised weights) and modules with hooks are left alone. An embedding that shares its weight
     with the output layer reads from the packed one (bfloat16), so no weight is held twice. Parameters that stay are
     frozen. Called again it finds nothing left to do.
@@ -130,6 +141,7 @@ def _plan(model: nn.Module, weights: Weights) -> list[_Step]:
             if is_linear(child) and free(child):
                 steps.append(_linear(model, parent, name, cast(nn.Linear, child), weights))
                 taken.add(id(child))
+    steps.extend(_layer(parent) for parent in model.modules() if layer_forward(type(parent)) is not None)
     return steps
 
 
@@ -207,6 +219,15 @@ def _rotary(module: nn.Module, forward: Callable[..., object]) -> _Step:
         kind = type(module)
         module.__class__ = type(f"Packed{kind.__name__}", (kind,), {"__module__": __name__, "forward": forward})
         return [module]
+
+    return 0, run
+
+
+def _layer(module: nn.Module) -> _Step:
+    """Comes after all that it is made of: a layer is recognised by its packed modules."""
+
+    def run(arena: Arena) -> list[nn.Module]:
+        return [module] if fuse(module, rotate) else []
 
     return 0, run
 

@@ -123,7 +123,7 @@ class _PackedProduct(_Packed):
     def __init__(self, place: Place, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = place.matrix.inputs, place.count
-        self._matrix = place.matrix
+        self.matrix = place.matrix
         self._places = {"weight": [place]}
         self._biases = {} if bias is None else {"bias": bias}
         if bias is not None:
@@ -143,7 +143,7 @@ class _PackedProduct(_Packed):
         """The sizes, as nn.Linear shows them, and the type of the weights."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={bool(self._biases)}, "
-            f"weights={self._matrix.weights}"
+            f"weights={self.matrix.weights}"
         )
 
 
@@ -158,7 +158,7 @@ class PackedLinear(_PackedProduct):
         if not x.is_contiguous():
             x = x.contiguous()
         result = x.new_empty((*shape[:-1], self.out_features))
-        self._matrix.product(x.data_ptr(), x.numel(), result.data_ptr(), result.numel())
+        self.matrix.product(x.data_ptr(), x.numel(), result.data_ptr(), result.numel())
         return result
 
 
@@ -205,17 +205,17 @@ class PackedProjection(_PackedProduct):
 
     def __init__(self, shared: Projections, part: int, bias: torch.Tensor | None) -> None:
         super().__init__(Place(shared.matrix, shared.outputs[part], part=part), bias)
-        self._shared, self._part = shared, part
+        self.shared, self.part = shared, part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features]. Raises InputError for another dtype or width, in training, or for a gradient."""
         if x.dtype is not _BF16 or x.requires_grad or self.training or x.shape[-1] != self.in_features or not x.is_cpu:
             unusable(self, x, self.in_features)
-        return self._shared.product(self._part, x if x.is_contiguous() else x.contiguous())
+        return self.shared.product(self.part, x if x.is_contiguous() else x.contiguous())
 
     def extra_repr(self) -> str:
         """The sizes, as nn.Linear shows them, the type of the weights, and that the product is shared."""
-        return f"{super().extra_repr()}, part {self._part} of a common product"
+        return f"{super().extra_repr()}, part {self.part} of a common product"
 
 
 class PackedGated(_Packed):
@@ -237,7 +237,7 @@ class PackedGated(_Packed):
         self.act_fn = act_fn
         self.hidden_size, self.intermediate_size = gate_up.inputs, gate_up.outputs[0]
         self.out_features = down.outputs[0]
-        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self.gate_up, self.down, self.activation = gate_up, down, activation
         self._places, self._biases = places, biases
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -248,12 +248,12 @@ class PackedGated(_Packed):
         if not x.is_contiguous():
             x = x.contiguous()
         result = x.new_empty((*shape[:-1], self.out_features))
-        self._gate_up.gated(self._down, self._activation, x.data_ptr(), x.numel(), result.data_ptr(), result.numel())
+        self.gate_up.gated(self.down, self.activation, x.data_ptr(), x.numel(), result.data_ptr(), result.numel())
         return result
 
     def extra_repr(self) -> str:
         """The sizes and the type of the weights."""
-        return f"{self.hidden_size}, {self.intermediate_size}, weights={self._gate_up.weights}"
+        return f"{self.hidden_size}, {self.intermediate_size}, weights={self.gate_up.weights}"
 
 
 class PackedEmbedding(_Packed):
@@ -265,7 +265,7 @@ class PackedEmbedding(_Packed):
     def __init__(self, place: Place, padding_idx: int | None, scale: torch.Tensor | None) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.padding_idx = place.count, place.matrix.inputs, padding_idx
-        self._matrix = place.matrix
+        self.matrix = place.matrix
         self._places, self._biases = {"weight": [place]}, {}
         self.embed_scale: torch.Tensor | None
         self.register_buffer("embed_scale", scale, persistent=False)
@@ -279,7 +279,7 @@ class PackedEmbedding(_Packed):
         """[..., embedding_dim] for whole numbers. Raises IndexError for one that is not in the vocabulary."""
         ids = input_ids.long().contiguous()
         result = torch.empty((*ids.shape, self.embedding_dim), dtype=_BF16)
-        self._matrix.read_rows(ids.data_ptr(), ids.numel(), result.data_ptr(), result.numel())
+        self.matrix.read_rows(ids.data_ptr(), ids.numel(), result.data_ptr(), result.numel())
         return result if self.embed_scale is None else result * self.embed_scale.to(_BF16)
 
     def extra_repr(self) -> str:

@@ -16,19 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as _INTERFACES
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.phi3 import modeling_phi3 as phi3
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from kvpager.kernels.linear import ACTIVATIONS
 
 __all__ = [
+    "AttentionForm",
     "GatedForm",
     "NormForm",
+    "attention_form",
     "embeddings_of",
     "gated_form",
     "is_linear",
     "is_plain",
+    "layer_forward",
     "norm_form",
     "rotary_forward",
 ]
@@ -152,6 +159,48 @@ def rotary_forward(kind: type[nn.Module], rotate: Callable[..., Any]) -> Callabl
     ):
         return None
     return _rebound(forward, inner.__globals__ | {_ROTARY: rotate})
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """An attention that projects, turns and attends as Llama's does.
+
+    norms     whether queries and keys go through a norm of their heads first (Qwen 3)
+    windowed  whether it hands a sliding window on, and `window` gives that of an attention
+    eager     the attention function that is called where none is registered
+    """
+
+    norms: bool
+    windowed: bool
+    window: Callable[[Any], int | None]
+    eager: Callable[..., Any]
+
+
+_ATTENTIONS: tuple[tuple[Callable[..., Any], bool, bool, Callable[[Any], int | None]], ...] = (
+    (llama.LlamaAttention.forward, False, False, lambda module: None),
+    (qwen2.Qwen2Attention.forward, False, True, lambda module: module.sliding_window),
+    (qwen3.Qwen3Attention.forward, True, True, lambda module: module.sliding_window),
+    (mistral.MistralAttention.forward, False, True, lambda module: getattr(module.config, "sliding_window", None)),
+)
+
+
+def attention_form(kind: type[nn.Module], rotate: Callable[..., Any]) -> AttentionForm | None:
+    """How a kind of attention, whose forward has `rotate` in the place of its rotary embedding, is like Llama's."""
+    inner = inspect.unwrap(kind.forward)
+    names = getattr(inner, "__globals__", {})
+    eager = names.get("eager_attention_forward")
+    if names.get(_ROTARY) is not rotate or eager is None or names.get("ALL_ATTENTION_FUNCTIONS") is not _INTERFACES:
+        return None
+    for known, norms, windowed, window in _ATTENTIONS:
+        if _same(inner, inspect.unwrap(known)):
+            return AttentionForm(norms, windowed, window, eager)
+    return None
+
+
+def layer_forward(kind: type[nn.Module]) -> Callable[..., torch.Tensor] | None:
+    """The forward of a kind of decoder layer that does what Llama's does, or None."""
+    forward: Callable[..., torch.Tensor] = kind.forward
+    return forward if _same(inspect.unwrap(forward), inspect.unwrap(llama.LlamaDecoderLayer.forward)) else None
 
 
 def _rebound(function: Any, names: dict[str, Any]) -> Callable[..., Any] | None:

@@ -8,7 +8,7 @@
 namespace kvpager::KV_ISA {
 namespace {
 
-constexpr int64_t kRows = 40 * kPanel;   // rows in one go: bounds the scratch memory
+constexpr int64_t kRows = 48 * kPanel;   // rows in one go: bounds the scratch memory
 constexpr int64_t kPart = 120 / kPanel;  // panels of one item: their inputs stay in the second-level cache
 constexpr int64_t kSmall = 96 * 1024;    // bytes of weights (times rows) below which waking threads costs more
 
@@ -17,20 +17,27 @@ KV_INLINE int64_t split(int64_t a, int64_t b) { return (a + b - 1) / b; }
 KV_INLINE int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // NaN stays NaN.
+#if defined(__AVX512BF16__)
+KV_INLINE u16x16 narrow(f32x16 x) { return (u16x16)_mm512_cvtneps_pbh((__m512)x); }
+#else
 KV_INLINE u16x16 narrow(f32x16 x) {
   const u16x16 bits = narrow_bf16(x);
   const i32x16 broken = x != x;
   return bits | (__builtin_convertvector((u32x16)broken, u16x16) & (uint16_t)0x7FC0);
 }
+#endif
 
 KV_INLINE f32x16 rounded(f32x16 x) { return widen_bf16(narrow(x)); }
 
-// Rows are cut into panels of about the same size, at most kPanel; a panel lies as [pairs][its rows].
+// Rows are cut into panels of about the same size, at most kPanel; a panel lies as [pairs / kRun][its rows][kRun].
 struct Panels {
   int64_t rows, count;
   explicit Panels(int64_t all) : rows(all), count(split(all, kPanel)) {}
   KV_INLINE int64_t start(int64_t panel) const { return panel * rows / count; }
 };
+
+// Pairs of a row's inputs, filled up to whole runs.
+KV_INLINE int64_t padded(const Matrix& matrix) { return split(matrix.pairs, kRun) * kRun; }
 
 // The inputs of some rows, laid out for tiles.
 template <class Kind>
@@ -42,7 +49,7 @@ struct Inputs {
 
 template <class Kind>
 int64_t inputs_bytes(const Matrix& matrix, int64_t rows) {
-  return lines(rows * matrix.pairs * static_cast<int64_t>(sizeof(typename Kind::Pair))) +
+  return lines(rows * padded(matrix) * static_cast<int64_t>(sizeof(typename Kind::Pair))) +
          lines(rows * split(matrix.pairs, kChunk) * 4);
 }
 
@@ -57,12 +64,9 @@ KV_INLINE void each(int64_t items, int64_t cost, F&& f) {
 
 void lay_out(Bfloat, const Matrix& matrix, const uint16_t* x, int64_t rows, int64_t, Bfloat::Pair* to, float*,
              int64_t) {
-  const int64_t whole = matrix.inputs / 2;
-  for (int64_t pair = 0; pair < whole; ++pair)
-    for (int64_t r = 0; r < rows; ++r)
-      to[pair * rows + r] = Bfloat::pair(x[r * matrix.inputs + 2 * pair], x[r * matrix.inputs + 2 * pair + 1]);
-  if (whole < matrix.pairs)
-    for (int64_t r = 0; r < rows; ++r) to[whole * rows + r] = Bfloat::pair(x[r * matrix.inputs + 2 * whole], 0);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < matrix.inputs; i += 2 * kRun)
+      Bfloat::lay_out(x + r * matrix.inputs + i, matrix.inputs - i, to + i / 2 * rows + r * kRun);
 }
 
 // Rounds `count` inputs of one row to 16 bits; returns the scale. NaN and infinity make the scale NaN.
@@ -104,8 +108,9 @@ void lay_out(Int8, const Matrix& matrix, const uint16_t* x, int64_t rows, int64_
       const int64_t start = 2 * kChunk * chunk, count = least(2 * kChunk, matrix.inputs - start);
       scales[chunk * stride + first + r] = quantise(x + r * matrix.inputs + start, count, whole);
       const int64_t pairs = split(count, 2);
-      Int8::Pair* column = to + kChunk * chunk * rows + r;
-      for (int64_t pair = 0; pair < pairs; ++pair) std::memcpy(column + pair * rows, whole + 2 * pair, 4);
+      Int8::Pair* run = to + kChunk * chunk * rows + r * kRun;
+      for (int64_t pair = 0; pair < pairs; pair += kRun, run += kRun * rows)
+        std::memcpy(run, whole + 2 * pair, 4 * static_cast<size_t>(least(kRun, pairs - pair)));
     }
 }
 
@@ -114,13 +119,20 @@ template <class Kind>
 Inputs<Kind> prepare(const Matrix& matrix, const uint16_t* x, int64_t rows, uint8_t* scratch) {
   const Panels panels(rows);
   auto* pairs = reinterpret_cast<typename Kind::Pair*>(scratch);
-  const int64_t bytes = lines(rows * matrix.pairs * static_cast<int64_t>(sizeof(typename Kind::Pair)));
+  const int64_t bytes = lines(rows * padded(matrix) * static_cast<int64_t>(sizeof(typename Kind::Pair)));
   auto* scales = reinterpret_cast<float*>(scratch + bytes);
   each(panels.count, panels.count > 1 ? 2 * bytes : 0, [&](int64_t panel, int) {
     const int64_t start = panels.start(panel), end = panels.start(panel + 1);
-    lay_out(Kind{}, matrix, x + start * matrix.inputs, end - start, start, pairs + start * matrix.pairs, scales, rows);
+    lay_out(Kind{}, matrix, x + start * matrix.inputs, end - start, start, pairs + start * padded(matrix), scales, rows);
   });
   return {panels, pairs, scales};
+}
+
+// Pairs that one tile goes through. For bfloat16 any number gives the same bits: as few tiles as keep a group's weights in
+// the second-level cache.
+KV_INLINE int64_t chunk_of(Int8, const Matrix&) { return kChunk; }
+KV_INLINE int64_t chunk_of(Bfloat, const Matrix& matrix) {
+  return split(split(matrix.pairs, split(matrix.pairs, 2 * kChunk)), kRun) * kRun;
 }
 
 // One group's sums for the panels [first, last), handed to finish(row, block 0, block 1).
@@ -131,12 +143,13 @@ KV_INLINE void group(const Matrix& matrix, const Inputs<Kind>& inputs, int64_t i
   const Panels& panels = inputs.panels;
   const int64_t base = panels.start(first), end = panels.start(last);
   const uint8_t* w = matrix.packed + index * matrix.pairs * 2 * Kind::kBlockBytes;
-  for (int64_t pair = 0; pair < matrix.pairs; pair += kChunk) {
-    const int64_t steps = least(kChunk, matrix.pairs - pair);
+  const int64_t chunk = chunk_of(Kind{}, matrix);
+  for (int64_t pair = 0; pair < matrix.pairs; pair += chunk) {
+    const int64_t steps = least(chunk, matrix.pairs - pair);
     const float* scales = inputs.scales + pair / kChunk * panels.rows;
     for (int64_t panel = first; panel < last; ++panel) {
       const int64_t start = panels.start(panel), rows = panels.start(panel + 1) - start;
-      tile_of<Kind>(rows)(w + pair * 2 * Kind::kBlockBytes, inputs.pairs + start * matrix.pairs + pair * rows, steps,
+      tile_of<Kind>(rows)(w + pair * 2 * Kind::kBlockBytes, inputs.pairs + start * padded(matrix) + pair * rows, steps,
                           sums + (start - base) * kGroup, pair == 0, scales + start);
     }
   }
@@ -162,14 +175,23 @@ KV_INLINE void multiply(const Matrix& matrix, const Inputs<Kind>& inputs, Finish
   each(parts * runs, bytes * split(inputs.panels.rows, 4), [&](int64_t item, int) {
     const int64_t part = item / runs, from = item % runs * run, to = least(from + run, matrix.groups);
     for (int64_t index = from; index < to; ++index)
-      group(matrix, inputs, index, part * kPart, least((part + 1) * kPart, panels),
+      group(matrix, inputs, index, part * panels / parts, (part + 1) * panels / parts,
             [&](int64_t row, f32x16 a, f32x16 b) { finish(index, row, a, b); });
   });
 }
 
-// Stores a block's outputs, those below `outputs` alone.
-KV_INLINE void put(uint16_t* row, int64_t column, int64_t outputs, f32x16 block) {
-  const u16x16 bits = narrow(block);
+// Stores a block's outputs, those below `outputs` alone; `added`, where it isn't null, is a row that they are added to.
+KV_INLINE void put(uint16_t* row, int64_t column, int64_t outputs, f32x16 block, const uint16_t* added = nullptr) {
+  u16x16 bits = narrow(block);
+  if (added) {
+    u16x16 other{};
+    if (column + kLanes <= outputs) {
+      other = load<u16x16>(added + column);
+    } else if (column < outputs) {
+      std::memcpy(&other, added + column, 2 * static_cast<size_t>(outputs - column));
+    }
+    bits = narrow(widen_bf16(other) + widen_bf16(bits));
+  }
   if (column + kLanes <= outputs) {
     store(row + column, bits);
   } else if (column < outputs) {
@@ -179,43 +201,46 @@ KV_INLINE void put(uint16_t* row, int64_t column, int64_t outputs, f32x16 block)
 
 template <class Kind>
 void product_of(const Matrix& matrix, const uint16_t* x, int64_t rows, const Output* outputs, uint8_t* scratch) {
-  for (int64_t start = 0; start < rows; start += kRows) {
-    const auto inputs = prepare<Kind>(matrix, x + start * matrix.inputs, least(kRows, rows - start), scratch);
+  const int64_t goes = split(rows, kRows);
+  for (int64_t go = 0; go < goes; ++go) {
+    const int64_t start = go * rows / goes, count = (go + 1) * rows / goes - start;
+    const auto inputs = prepare<Kind>(matrix, x + start * matrix.inputs, count, scratch);
     multiply(matrix, inputs, [&](int64_t index, int64_t row, f32x16 a, f32x16 b) {
       const Output* output = outputs;
       while (index >= split(output->outputs, kGroup)) index -= split((output++)->outputs, kGroup);
-      uint16_t* to = output->to + (start + row) * output->outputs;
-      put(to, index * kGroup, output->outputs, a);
-      put(to, index * kGroup + kLanes, output->outputs, b);
+      const int64_t at = (start + row) * output->outputs;
+      const uint16_t* added = output->added ? output->added + at : nullptr;
+      put(output->to + at, index * kGroup, output->outputs, a, added);
+      put(output->to + at, index * kGroup + kLanes, output->outputs, b, added);
     });
   }
 }
 
 template <class Kind, f32x16 (*kActivate)(f32x16)>
-void gated_of(const Matrix& gate_up, const Matrix& down, const uint16_t* x, int64_t rows, uint16_t* y,
-              int64_t outputs, uint8_t* scratch) {
-  const int64_t some = least(rows, kRows), width = down.inputs;
+void gated_of(const Matrix& gate_up, const Matrix& down, const uint16_t* x, int64_t rows, const Output& y,
+              uint8_t* scratch) {
+  const int64_t goes = split(rows, kRows), width = down.inputs;
   auto* hidden = reinterpret_cast<uint16_t*>(scratch);
-  scratch += lines(2 * some * width);
-  const Output all{y, outputs};
-  for (int64_t start = 0; start < rows; start += some) {
-    const int64_t count = least(some, rows - start);
+  scratch += lines(2 * least(rows, kRows) * width);
+  for (int64_t go = 0; go < goes; ++go) {
+    const int64_t start = go * rows / goes, count = (go + 1) * rows / goes - start;
     multiply(gate_up, prepare<Kind>(gate_up, x + start * gate_up.inputs, count, scratch),
              [&](int64_t index, int64_t row, f32x16 gate, f32x16 up) {
                put(hidden + row * width, index * kLanes, width, rounded(kActivate(rounded(gate))) * rounded(up));
              });
-    const Output part{all.to + start * outputs, outputs};
+    const int64_t at = start * y.outputs;
+    const Output part{y.to + at, y.outputs, y.added ? y.added + at : nullptr};
     product_of<Kind>(down, hidden, count, &part, scratch);
   }
 }
 
 template <class Kind>
 void gated_kind(const Matrix& gate_up, const Matrix& down, Activation activation, const uint16_t* x, int64_t rows,
-                uint16_t* y, int64_t outputs, uint8_t* scratch) {
+                const Output& y, uint8_t* scratch) {
   switch (activation) {
-    case Activation::silu: return gated_of<Kind, silu>(gate_up, down, x, rows, y, outputs, scratch);
-    case Activation::gelu_tanh: return gated_of<Kind, gelu_tanh>(gate_up, down, x, rows, y, outputs, scratch);
-    case Activation::gelu: return gated_of<Kind, gelu>(gate_up, down, x, rows, y, outputs, scratch);
+    case Activation::silu: return gated_of<Kind, silu>(gate_up, down, x, rows, y, scratch);
+    case Activation::gelu_tanh: return gated_of<Kind, gelu_tanh>(gate_up, down, x, rows, y, scratch);
+    case Activation::gelu: return gated_of<Kind, gelu>(gate_up, down, x, rows, y, scratch);
   }
 }
 
@@ -235,10 +260,9 @@ void product(const Matrix& matrix, const uint16_t* x, int64_t rows, const Output
 }
 
 void gated(const Matrix& gate_up, const Matrix& down, Activation activation, const uint16_t* x, int64_t rows,
-           uint16_t* y, int64_t outputs, uint8_t* scratch) {
-  if (gate_up.weights == Weights::int8)
-    return gated_kind<Int8>(gate_up, down, activation, x, rows, y, outputs, scratch);
-  gated_kind<Bfloat>(gate_up, down, activation, x, rows, y, outputs, scratch);
+           const Output& y, uint8_t* scratch) {
+  if (gate_up.weights == Weights::int8) return gated_kind<Int8>(gate_up, down, activation, x, rows, y, scratch);
+  gated_kind<Bfloat>(gate_up, down, activation, x, rows, y, scratch);
 }
 
 constexpr LinearTable kTable{&product_scratch, &gated_scratch, &product, &gated};

@@ -37,10 +37,12 @@ struct Matrix {
   int64_t inputs, pairs, groups;
 };
 
-// Where a run of groups goes: bfloat16 [rows][outputs].
+// Where a run of groups goes: bfloat16 [rows][outputs]. What is `added`, of the same shape, or null, is added to what was
+// rounded, and the sum is rounded; it may be `to`.
 struct Output {
   uint16_t* to;
   int64_t outputs;
+  const uint16_t* added = nullptr;
 };
 
 struct LinearTable {
@@ -50,10 +52,10 @@ struct LinearTable {
   // x is bfloat16 [rows][inputs]. The outputs' groups follow each other, `count` of them.
   void (*product)(const Matrix& matrix, const uint16_t* x, int64_t rows, const Output* outputs, int count,
                   uint8_t* scratch);
-  // down(act(gate(x)) * up(x)) to `y`, bfloat16 [rows][outputs]; gate_up's groups hold a block of the gate and the block
+  // down(act(gate(x)) * up(x)) to `y`; gate_up's groups hold a block of the gate and the block
   // of `up` that belongs to it. Rounded to bfloat16 after each of gate, act, up and their product, as PyTorch's modules do.
   void (*gated)(const Matrix& gate_up, const Matrix& down, Activation activation, const uint16_t* x, int64_t rows,
-                uint16_t* y, int64_t outputs, uint8_t* scratch);
+                const Output& y, uint8_t* scratch);
 };
 
 KV_DECLARE_TABLE(LinearTable, linear)

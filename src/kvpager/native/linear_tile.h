@@ -18,6 +18,8 @@ constexpr int kPanel = 3;
 constexpr int kPanel = 2;
 #endif
 
+constexpr int64_t kRun = 16;  // pairs of a row that lie together
+
 constexpr int64_t kAhead = 8192;  // bytes of weights asked for ahead of their use: 2048 was measured slower for one row
 
 typedef int8_t i8x32 __attribute__((vector_size(32)));
@@ -54,8 +56,14 @@ struct Bfloat {
   static KV_INLINE Sum dot(Sum sum, Steps w, i32x16 x) {
     return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
   }
-  static KV_INLINE Pair pair(uint16_t first, uint16_t second) {
-    return first | static_cast<uint32_t>(second) << 16;
+  // Lays out a run of pairs, of which `count` inputs are there.
+  static KV_INLINE void lay_out(const uint16_t* x, int64_t count, Pair* to) {
+    if (count >= 2 * kRun) {
+      store(to, load<i32x16>(x));
+    } else {
+      store(to, i32x16{});
+      std::memcpy(to, x, 2 * static_cast<size_t>(count));
+    }
   }
 };
 #else
@@ -76,7 +84,11 @@ struct Bfloat {
   static KV_INLINE Sum dot(Sum sum, const Steps& w, Pair x) {
     return fused(w.second, splat(x.second), fused(w.first, splat(x.first), sum));
   }
-  static KV_INLINE Pair pair(uint16_t first, uint16_t second) { return {bf16_to_float(first), bf16_to_float(second)}; }
+  static KV_INLINE void lay_out(const uint16_t* x, int64_t count, Pair* to) {
+    uint16_t bits[2 * kRun] = {};
+    std::memcpy(bits, x, 2 * static_cast<size_t>(count < 2 * kRun ? count : 2 * kRun));
+    for (int half = 0; half < 2; ++half) store(to + half * kRun / 2, widen_bf16(load<u16x16>(bits + half * kRun)));
+  }
 };
 #endif
 
@@ -121,7 +133,7 @@ struct Int8 {
 };
 
 // Adds the products of `steps` pairs to sums[M][32] (from zero where `first`); w is a group's weights from the pair
-// where x, the rows' pairs [steps][M], starts. scales [M]: what a whole number of int8's sums stands for.
+// where x, the rows' pairs [steps / kRun][M][kRun], starts. scales [M]: what a whole number of int8's sums stands for.
 template <class Kind, int M>
 void tile(const uint8_t* w, const typename Kind::Pair* x, int64_t steps, float* sums, bool first,
           const float* scales) {
@@ -134,14 +146,17 @@ void tile(const uint8_t* w, const typename Kind::Pair* x, int64_t steps, float* 
       if constexpr (!whole)
         if (!first) sum[m][b] = load<f32x16>(sums + m * kGroup + b * kLanes);
     }
-  for (int64_t s = 0; s < steps; ++s, w += 2 * Kind::kBlockBytes, x += M) {
-    for (int64_t line = 0; line < 2 * Kind::kBlockBytes; line += 64) __builtin_prefetch(w + kAhead + line);
-    const auto w0 = Kind::read(w), w1 = Kind::read(w + Kind::kBlockBytes);
+  for (int64_t left = steps; left > 0; left -= kRun, x += M * kRun) {
+    const int64_t run = left < kRun ? left : kRun;
+    for (int64_t s = 0; s < run; ++s, w += 2 * Kind::kBlockBytes) {
+      for (int64_t line = 0; line < 2 * Kind::kBlockBytes; line += 64) __builtin_prefetch(w + kAhead + line);
+      const auto w0 = Kind::read(w), w1 = Kind::read(w + Kind::kBlockBytes);
 #pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) {
-      const auto both = Kind::spread(x[m]);
-      sum[m][0] = Kind::dot(sum[m][0], w0, both);
-      sum[m][1] = Kind::dot(sum[m][1], w1, both);
+      for (int m = 0; m < M; ++m) {
+        const auto both = Kind::spread(x[m * kRun + s]);
+        sum[m][0] = Kind::dot(sum[m][0], w0, both);
+        sum[m][1] = Kind::dot(sum[m][1], w1, both);
+      }
     }
   }
 #pragma GCC unroll 12

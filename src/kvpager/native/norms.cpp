@@ -70,14 +70,17 @@ void normalise(const uint16_t* x, const uint16_t* weight, float epsilon, int64_t
   });
 }
 
-// One half of a turned head; `sign` turns what the other half adds.
-KV_INLINE void turn(const uint16_t* x, const uint16_t* other, float sign, const uint16_t* cosine,
-                    const uint16_t* sine, int64_t count, uint16_t* to) {
-  for (int64_t i = 0; i < count; i += 16) {
-    const int64_t left = count - i;
-    const f32x16 straight = widen_bf16(read(x + i, left)) * widen_bf16(read(cosine + i, left));
-    const f32x16 turned = widen_bf16(read(other + i, left)) * sign * widen_bf16(read(sine + i, left));
-    write(to + i, left, widen_bf16(narrow(straight)) + widen_bf16(narrow(turned)));
+// One turned head, which may be turned where it lies.
+KV_INLINE void turn(const uint16_t* x, const uint16_t* cosine, const uint16_t* sine, int64_t half, uint16_t* to) {
+  for (int64_t i = 0; i < half; i += 16) {
+    const int64_t left = half - i;
+    const f32x16 a = widen_bf16(read(x + i, left)), b = widen_bf16(read(x + half + i, left));
+    const f32x16 first = a * widen_bf16(read(cosine + i, left));
+    const f32x16 second = b * widen_bf16(read(cosine + half + i, left));
+    const f32x16 from_second = -b * widen_bf16(read(sine + i, left));
+    const f32x16 from_first = a * widen_bf16(read(sine + half + i, left));
+    write(to + i, left, widen_bf16(narrow(first)) + widen_bf16(narrow(from_second)));
+    write(to + half + i, left, widen_bf16(narrow(second)) + widen_bf16(narrow(from_first)));
   }
 }
 
@@ -87,10 +90,8 @@ void rotate(const uint16_t* x, const uint16_t* cosine, const uint16_t* sine, int
   each_row(tokens, heads * width, [&](int64_t token) {
     const uint16_t* c = cosine + token % angles * width;
     const uint16_t* s = sine + token % angles * width;
-    for (int64_t at = token * heads * width; at < (token + 1) * heads * width; at += width) {
-      turn(x + at, x + at + half, -1.0f, c, s, half, to + at);
-      turn(x + at + half, x + at, 1.0f, c + half, s + half, half, to + at + half);
-    }
+    for (int64_t at = token * heads * width; at < (token + 1) * heads * width; at += width)
+      turn(x + at, c, s, half, to + at);
   });
 }
 
