@@ -191,6 +191,12 @@ BAD = {
     "the best of more": (TEXT, {"prompt": "a", "best_of": 3}, "best_of", "unsupported_parameter"),
     "beams": (TEXT, {"prompt": "a", "use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
     "a schema missing": (CHAT, hello(response_format={"type": "json_schema"}), "response_format", None),
+    "a schema that is none": (
+        CHAT,
+        hello(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}),
+        "response_format",
+        "invalid_value",
+    ),
     "an unknown form": (CHAT, hello(response_format={"type": "xml"}), "response_format", None),
     "usage without a stream": (CHAT, hello(stream_options={"include_usage": True}), "stream_options", "invalid_value"),
     "not an object": (CHAT, [1, 2], None, None),

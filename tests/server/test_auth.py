@@ -26,7 +26,13 @@ def test_only_known_keys_are_let_in() -> None:
     with fake_server(api_keys=KEYS) as server:
         for key in KEYS:
             assert server.client.get("/v1/models", headers=bearer(key)).status_code == 200
-        wrong = [{}, bearer("first-ke"), bearer("first-keyy"), {"Authorization": "Bearer"}, {"Authorization": "first-key"}]
+        wrong = [
+            {},
+            bearer("first-ke"),
+            bearer("first-keyy"),
+            {"Authorization": "Bearer"},
+            {"Authorization": "first-key"},
+        ]
         for headers in [*wrong, {"Authorization": "Basic first-key"}]:
             for path in ("/v1/models", "/stats", "/openapi.json", "/nowhere"):
                 answer = server.client.get(path, headers=headers)

@@ -121,6 +121,29 @@ def test_files_that_tls_can_not_use_are_told(tmp_path: Path) -> None:
     server.client.close()
 
 
+def test_a_server_may_end_while_its_model_is_loaded() -> None:
+    import asyncio
+
+    from kvpager.server.run import serve
+
+    go = threading.Event()
+
+    def make() -> Any:
+        go.wait()
+        raise ModelNotFound("nobody wants it any more")
+
+    server = LiveServer(make)
+
+    async def main() -> None:
+        stopping = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, stopping.set)
+        await serve(server.service, server._listener, RunOptions(60), stopping=stopping)
+
+    asyncio.run(main())
+    go.set()
+    server.client.close()
+
+
 # ---- the process ----
 
 

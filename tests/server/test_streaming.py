@@ -25,7 +25,8 @@ def ids(text: str) -> list[int]:
 
 def forced(text: str, **more: Any) -> LiveServer:
     """A server that writes just this text, a token (mostly a byte) at a time."""
-    return fake_server(write=lambda prompt: ids(text), **more)
+    tokens = ids(text)
+    return fake_server(write=lambda prompt: tokens, **more)
 
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:

@@ -31,6 +31,7 @@ _STATUS_CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
 }
+_FIELDS = {"json_schema": "response_format", "prompt_logprobs": "logprobs"}  # where clients have another name
 _FIELD = re.compile(r"(\w+)(?: of [^:]{1,30})?: ")
 
 
@@ -103,6 +104,6 @@ def not_valid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _param(message: str) -> str | None:
-    """The field that a message of kvpager begins with."""
+    """The request's field that a message of kvpager begins with."""
     match = _FIELD.match(message)
-    return match.group(1) if match else None
+    return _FIELDS.get(match.group(1), match.group(1)) if match else None

@@ -96,12 +96,11 @@ async def serve(
         if not ending.done():
             await service.stop(0)
         await asyncio.gather(serving, ending)
-        stopped.cancel()
-        hurried.cancel()
-        if not loading.done():
-            loading.cancel()
-    if not loading.cancelled():
-        await loading
+        loaded = loading.done()
+        for task in (stopped, hurried, loading):
+            task.cancel()
+    if loaded:
+        await loading  # raises what loading raised
 
 
 async def _load(service: Service, on_ready: Callable[[], None]) -> None:

@@ -45,6 +45,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]]:
     """Outputs of several streams as they come, with the number of each one's stream."""
+    if len(streams) == 1:  # the usual case, without a task for each output
+        async for output in streams[0]:
+            yield 0, output
+        return
     waiting = {asyncio.ensure_future(stream.__anext__()): number for number, stream in enumerate(streams)}
     try:
         while waiting:
