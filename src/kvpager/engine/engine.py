@@ -31,6 +31,7 @@ from kvpager.errors import (
     SampleError,
     SwapError,
 )
+from kvpager.hf.ragged import batch_length
 from kvpager.hf.shape import kv_shape
 from kvpager.models import LoadedModel
 
@@ -123,7 +124,9 @@ class Engine:
         return replace(pager, prefix_tokens=size // shape.token_bytes)
 
     def _model_len(self, loaded: LoadedModel) -> int:
-        own, asked = loaded.context_length, self.config.max_model_len
+        asked = self.config.max_model_len
+        limits = (loaded.context_length, batch_length(loaded.model.config))
+        own = min((limit for limit in limits if limit is not None), default=None)
         if own is None and asked is None:
             raise ConfigError("max_model_len: the model doesn't say how many tokens it can read; give a number")
         if own is not None and asked is not None and asked > own:
