@@ -22,6 +22,7 @@
     |   |-- ModelNotFound                 nothing is there
     |   |-- ModelCorrupt                  a truncated or wrong file
     |   `-- ModelTooLarge                 it would not fit in memory
+    |-- RemoteError (RuntimeError)        a server could not be reached, or answered with an error
     `-- MissingDependency (ImportError)   an extra is not installed; names the command
 
 Each is raised before anything has changed, or after the change has been undone. A broken invariant
@@ -46,6 +47,7 @@ __all__ = [
     "PageLost",
     "PoolExhausted",
     "QueueFull",
+    "RemoteError",
     "RequestTooLarge",
     "SampleError",
     "SequenceError",
@@ -146,6 +148,21 @@ class ModelCorrupt(ModelError):
 
 class ModelTooLarge(ModelError):
     """The model would not fit in the memory that is free; the message gives both in GB."""
+
+
+class RemoteError(KVPagerError, RuntimeError):
+    """A server could not be reached, or answered with an error.
+
+    kind         "connect", "timeout", "cut", "malformed", "server", or "http_" and the status
+    status       the HTTP status, where there was one
+    retry_after  seconds that the server asks to wait; None where it does not say
+    """
+
+    def __init__(self, kind: str, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.status = status
+        self.retry_after = retry_after
 
 
 class MissingDependency(KVPagerError, ImportError):

@@ -1,4 +1,4 @@
-"""The picture of ``kvpager bench kernel``."""
+"""The picture of ``kvpager bench kernel``, and the look that all pictures of speed share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvpager.bench.cases import Heads
 from kvpager.pictures import figure_type
 
-__all__ = ["draw_kernels"]
+__all__ = ["COLOURS", "INK", "draw_kernels", "dressed"]
 
 INK, GRID = "#1b1f24", "#d8dee4"
 COLOURS = ("#0b6e4f", "#5b6fb8", "#c8553d", "#777777", "#b8860b", "#7a4f9a")
@@ -70,9 +70,17 @@ def _dress(axes: Any, heads: Heads) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: "")
-    axes.tick_params(labelsize=8)
     axes.set_title(f"{heads.query_heads} query / {heads.kv_heads} KV heads of {heads.head_dim}", fontsize=9, color=INK)
-    axes.set_xlabel("tokens")
+    dressed(axes, "tokens", "")
+
+
+def dressed(axes: Any, below: str, beside: str) -> None:
+    """The look that all panels share, and what stands at their axes; "" leaves a label as it is."""
+    if below:
+        axes.set_xlabel(below, fontsize=9)
+    if beside:
+        axes.set_ylabel(beside, fontsize=9)
+    axes.tick_params(labelsize=8)
     axes.grid(color=GRID, lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
