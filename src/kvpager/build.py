@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -321,8 +322,14 @@ def engine_pager_config(
     return replace(settings, pool=max(least, min(full_frames(tokens, shape, options.page_size), most // page_bytes)))
 
 
-def make_engine(loaded: LoadedModel, options: PagerOptions, config: EngineConfig) -> Engine:
-    """An engine over a loaded model; the thread that calls this owns it, and closes it.
+def make_engine(
+    loaded: LoadedModel,
+    options: PagerOptions,
+    config: EngineConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """An engine over a loaded model; the thread that calls this owns it, and closes it. It reads `clock`, in seconds.
 
     Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged.
     """
@@ -337,7 +344,7 @@ def make_engine(loaded: LoadedModel, options: PagerOptions, config: EngineConfig
     pager = engine_pager_config(options, config, shape, longest, free_memory())
     if options.swap is None and isinstance(pager.swap, Path):
         _make_folder(pager.swap)
-    engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype)
+    engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, clock=clock)
     try:
         least = engine.pager.minimum_frames(tokens=longest)
         require_frames(f"memory: {options.memory}", engine.pager.frames, least, shape.page_bytes(pager.page_size))

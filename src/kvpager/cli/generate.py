@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvpager.cli.console import emit, emit_json, progress, say
 from kvpager.cli.options import add_model_options, add_pager_options, number, pager_options, positive
 from kvpager.errors import InputError
+from kvpager.models.chat import chat_ids
 
 if TYPE_CHECKING:
     from kvpager.build import PagerOptions
@@ -152,8 +153,7 @@ def encode(loaded: LoadedModel, prompt: str, *, raw: bool) -> list[int]:
     else:
         if not tokenizer.chat_template:
             raise InputError(f"prompt: {loaded.name} has no chat template; use --raw")
-        messages = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = chat_ids(loaded, [{"role": "user", "content": prompt}])
     if not ids:
         raise InputError("prompt: it has no tokens")
     return list(ids)
