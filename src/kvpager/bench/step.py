@@ -42,6 +42,7 @@ PARTS = {
 class Stopwatch:
     """Seconds by part. Only the innermost clock runs; nothing runs while `on` is False."""
 
+    parts: Sequence[str] = tuple(PARTS)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     on: bool = False
     _open: list[str] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Stopwatch:
 
     def take(self) -> dict[str, float]:
         """What was counted since the last time: seconds of every part."""
-        found = {part: self.seconds.get(part, 0.0) for part in PARTS}
+        found = {part: self.seconds.get(part, 0.0) for part in self.parts}
         self.seconds.clear()
         return found
 

@@ -1,4 +1,4 @@
-"""``kvpager bench``: how fast the kernels are beside the memory; its other task is in bench_step."""
+"""``kvpager bench``: how fast the kernels are beside the memory; its other tasks have files of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from kvpager.cli import bench_step
+from kvpager.cli import bench_engine, bench_serve, bench_step
 from kvpager.cli.bench_step import warn_of_others
 from kvpager.cli.console import aligned, emit, emit_json, progress, say
 from kvpager.cli.options import positive, size, whole
@@ -41,13 +41,15 @@ def several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``bench`` with ``kernel`` and ``step``."""
+    """Add ``bench`` with its tasks."""
     parser = subparsers.add_parser(
-        "bench", help="measure speed", description="Measure speed, beside the speed of the machine's memory."
+        "bench", help="measure speed", description="Measure speed: of kernels, of a step, of the engine, of a server."
     )
     tasks = parser.add_subparsers(title="tasks", dest="task", metavar="TASK", required=True)
     _add_kernel(tasks)
     bench_step.add_parser(tasks)
+    bench_engine.add_parser(tasks)
+    bench_serve.add_parser(tasks)
 
 
 def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

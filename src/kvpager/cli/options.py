@@ -8,12 +8,26 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvpager.build import WEIGHTS, PagerOptions
 from kvpager.config import DIGESTS, DTYPES, KERNELS, MODES, POLICIES, parse_size
 from kvpager.errors import ConfigError
 
-__all__ = ["add_model_options", "add_pager_options", "pager_options", "positive", "size", "whole"]
+if TYPE_CHECKING:
+    from kvpager.bench.workload import Workload
+
+__all__ = [
+    "add_load_options",
+    "add_model_options",
+    "add_pager_options",
+    "number",
+    "pager_options",
+    "positive",
+    "size",
+    "whole",
+    "workload",
+]
 
 MODEL_DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_MODEL = "smollm2-135m"
@@ -190,5 +204,63 @@ def pager_options(args: argparse.Namespace) -> PagerOptions:
         swap_limit=args.swap_limit,
         kernel=args.kernel,
         kv_dtype=None if args.kv_dtype == "auto" else args.kv_dtype,
+        seed=args.seed,
+    )
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`workload` reads, but for ``--seed``."""
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--num-prompts", type=whole(1, 10**6), default=16, metavar="N", help="requests (default: %(default)s)"
+    )
+    group.add_argument(
+        "--request-rate",
+        type=number(1e-6, 1e6),
+        metavar="R",
+        help="requests a second on average, at random times (default: all at once)",
+    )
+    group.add_argument(
+        "--input-len", type=positive, default=512, metavar="N", help="tokens of a prompt (default: %(default)s)"
+    )
+    group.add_argument(
+        "--output-len", type=positive, default=128, metavar="N", help="tokens to write at most (default: %(default)s)"
+    )
+    group.add_argument(
+        "--mix",
+        metavar="NAME=IN/OUT:SHARE[,...]",
+        help="several kinds of requests, as in short=100/64:0.8,long=2000/128:0.2, in place of the two above",
+    )
+    group.add_argument(
+        "--shared-prefix",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with, on top of their own (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefix-groups",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="prefixes among which the prompts are dealt (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="have all answers go on to their full length, past the model's end mark",
+    )
+
+
+def workload(args: argparse.Namespace) -> Workload:
+    """What :func:`add_load_options` parsed; raises InputError for what can't be."""
+    from kvpager.bench.workload import Kind, Workload, parse_mix
+
+    return Workload(
+        kinds=(Kind("all", args.input_len, args.output_len),) if args.mix is None else parse_mix(args.mix),
+        requests=args.num_prompts,
+        rate=args.request_rate,
+        shared_prefix=args.shared_prefix,
+        groups=args.prefix_groups,
         seed=args.seed,
     )
