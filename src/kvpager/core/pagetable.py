@@ -58,7 +58,7 @@ class PageTable:
         """Flat indices of pages: the owners' names in the frame pool."""
         return (rows * self.layers + layer) * self.heads + heads
 
-    def clear(self, rows: int | IntArray, layer: int | slice) -> None:
+    def clear(self, rows: IntArray, layer: int | slice) -> None:
         """Forget pages whose frames and slots have been given back."""
         self.frame[rows, layer] = ABSENT
         self.slot[rows, layer] = ABSENT
