@@ -11,7 +11,7 @@ from kvpager.errors import PoolExhausted
 
 
 def blocks(namespace="n", cached=0, release=None, approximate="a"):
-    return Blocks(KeyMaker(namespace, approximate), 4, cached, release or (lambda row: None))
+    return Blocks(KeyMaker(namespace, approximate), 4, cached, release or (lambda rows: None))
 
 
 def test_keys_say_everything_and_fields_cannot_run_together():
@@ -59,7 +59,7 @@ def test_tokens_are_compared_even_if_keys_collide():
         def key(self, parent, tokens, approximate):
             return bytes([super().key(parent, tokens, approximate)[0] & 1])
 
-    table = Blocks(Colliding("n", "a"), 4, 0, lambda row: None)
+    table = Blocks(Colliding("n", "a"), 4, 0, lambda rows: None)
     for start in range(0, 80, 4):
         row = table.take()
         table.register(row, b"", list(range(start, start + 4)), False)
@@ -70,7 +70,7 @@ def test_tokens_are_compared_even_if_keys_collide():
 
 def test_cached_blocks_are_reclaimed_in_the_order_they_were_left():
     gone = []
-    table = blocks(cached=8, release=gone.append)
+    table = blocks(cached=8, release=gone.extend)
     rows = [table.take() for _ in range(3)]
     for index, row in enumerate(rows):
         table.register(row, b"", [index] * 4, False)

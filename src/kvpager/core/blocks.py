@@ -65,12 +65,14 @@ class Prefix:
 
 
 class Blocks:
-    """Rows, reference counts and the prefix index. Rows whose count falls to zero are given to `release`."""
+    """Rows, reference counts and the prefix index. Rows that nobody holds any more go to `release`, many at once."""
 
     most_rows: int | None = None
     """Blocks that are only kept for reuse make way before there are more rows than this."""
 
-    def __init__(self, keys: KeyMaker, page_size: int, cached_tokens: int, release: Callable[[int], None]) -> None:
+    def __init__(
+        self, keys: KeyMaker, page_size: int, cached_tokens: int, release: Callable[[list[int]], None]
+    ) -> None:
         self._keys = keys
         self._page_size = page_size
         self._most_cached = cached_tokens // page_size
@@ -115,40 +117,51 @@ class Blocks:
 
     def drop(self, row: int) -> None:
         """One reference less; an indexed block may stay for reuse, any other is released."""
-        assert self.references[row] > 0, "a block was dropped more often than held"
-        self.references[row] -= 1
-        if self.references[row] == 0:
-            if row in self._entries and self._most_cached:
-                self._cached[row] = None
-                while len(self._cached) > self._most_cached:
-                    self.reclaim()
-            else:
-                self._forget(row)
+        self.drop_all([row])
+
+    def drop_all(self, rows: list[int]) -> None:
+        """As `drop` for several, one after the other; what is released is released together."""
+        gone = []
+        for row in rows:
+            assert self.references[row] > 0, "a block was dropped more often than held"
+            self.references[row] -= 1
+            if self.references[row]:
+                continue
+            if row not in self._entries or not self._most_cached:
+                gone.append(row)
+                continue
+            self._cached[row] = None
+            if len(self._cached) > self._most_cached:
+                gone.append(self._cached.popitem(last=False)[0])
+        self._forget(gone)
 
     def reclaim(self) -> bool:
         """Release the cached block that was left longest ago; False when there is none."""
         if not self._cached:
             return False
-        row, _ = self._cached.popitem(last=False)
-        self._forget(row)
+        self._forget([self._cached.popitem(last=False)[0]])
         return True
 
     def unname(self, row: int) -> None:
         """Make a block unfindable: its pages are not what its name says. It is released once nobody holds it."""
         if row in self._cached:
             del self._cached[row]
-            self._forget(row)
+            self._forget([row])
             return
+        self._unindex(row)
+
+    def _unindex(self, row: int) -> None:
         entry = self._entries.pop(row, None)
         if entry is not None and self._index.get(entry.key) == row:
             del self._index[entry.key]
 
-    def _forget(self, row: int) -> None:
-        entry = self._entries.pop(row, None)
-        if entry is not None and self._index.get(entry.key) == row:
-            del self._index[entry.key]
-        self._release(row)
-        self._free.append(row)
+    def _forget(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        for row in rows:
+            self._unindex(row)
+        self._release(rows)
+        self._free += rows
 
     def register(self, row: int, parent: bytes, tokens: list[int], approximate: bool) -> bytes:
         """Name a full block and make it findable (unless another block already has that name); returns its key."""

@@ -127,8 +127,7 @@ def _cut(state: State, sequence: Sequence, length: int, copy: int | None) -> Non
         state.blocks.drop(int(sequence.rows[index]))
     keep = index + (rest > 0)
     kept, dropped = sequence.rows[:keep].copy(), sequence.rows[keep:]
-    for gone in dropped[::-1].tolist():
-        state.blocks.drop(gone)
+    state.blocks.drop_all(dropped[::-1].tolist())
     if copy is not None:
         kept[index] = copy
     sequence.rows = kept

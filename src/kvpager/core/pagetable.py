@@ -65,7 +65,7 @@ class PageTable:
         """How often a page of these blocks has left the pool."""
         return int(self.left[rows].sum())
 
-    def clear(self, rows: int | IntArray, layer: int | slice) -> None:
+    def clear(self, rows: IntArray, layer: int | slice) -> None:
         """Forget pages whose frames and slots have been given back."""
         self.frame[rows, layer] = ABSENT
         self.slot[rows, layer] = ABSENT

@@ -249,7 +249,7 @@ class Residency:
         self.pool.free(frames)
         self.counters.evictions += len(frames)
 
-    def release(self, rows: int | IntArray, layer: int | slice = slice(None)) -> None:
+    def release(self, rows: IntArray, layer: int | slice = slice(None)) -> None:
         """Give back the frames and slots of blocks that nobody holds, or of their pages in one layer."""
         frames, slots = self.table.frame[rows, layer], self.table.slot[rows, layer]
         resident, stored = (held[held != ABSENT].astype(np.int64) for held in (frames, slots))

@@ -157,8 +157,8 @@ class State:
             )
         return memory - taken
 
-    def _release(self, row: int) -> None:
-        self.residency.release(row)
+    def _release(self, rows: list[int]) -> None:
+        self.residency.release(np.array(rows))
 
     def unseen(self, flat: IntArray) -> IntArray:
         """Discard mode: those of some pages that are resident though no open sequence's view holds them any more."""

@@ -117,17 +117,10 @@ def write(state: State, step: Step, sequence: Sequence, layer: int, keys: FloatA
 
 def _store(state: State, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
     """Keys and values [H, blocks * tokens, D] into frames [blocks, H]."""
-    blocks, heads = frames.shape
-    if blocks == 1:
-        state.residency.storage.write(frames[0], offset, keys, values)
-        return
-
-    def by_page(new: FloatArray) -> FloatArray:
-        return (
-            new.reshape(heads, blocks, -1, new.shape[2]).transpose(1, 0, 2, 3).reshape(blocks * heads, -1, new.shape[2])
-        )
-
-    state.residency.storage.write(frames.ravel(), offset, by_page(keys), by_page(values))
+    dim = keys.shape[2]
+    # by head, as the numbers lie: where they are all of an array, nothing is copied on the way
+    pages, order = (frames.size, -1, dim), np.ascontiguousarray(frames.T).reshape(-1)
+    state.residency.storage.write(order, offset, keys.reshape(pages), values.reshape(pages))
 
 
 def _seal(state: State, step: Step, rows: IntArray, layer: int, frames: IntArray) -> None:
@@ -199,8 +192,7 @@ def rollback(state: State, step: Step) -> None:
         state.table.sealed[row, layer] = False
     state.scorer.undo()
     for saved in step.saved:
-        for row in saved.restore().tolist():
-            state.blocks.drop(row)
+        state.blocks.drop_all(saved.restore().tolist())
         _empty_ahead(state, saved.sequence)
     state.residency.clock.tick = step.tick
     for sequence in step.broken:
@@ -253,8 +245,7 @@ def close(state: State, sequence: Sequence) -> None:
     del state.sequences[sequence.id]
     sequence.cost.evictions += state.table.evictions(sequence.rows)
     # what is cached last is reclaimed last: leading blocks are worth most, so they are let go of last
-    for row in sequence.rows[::-1].tolist():
-        state.blocks.drop(row)
+    state.blocks.drop_all(sequence.rows[::-1].tolist())
     if sequence.view is not None:
         free_unseen(state, sequence.rows)
     sequence.rows = sequence.rows[:0]

@@ -23,6 +23,7 @@ void each_page(int64_t pages, int64_t page_bytes, F&& f) {
 }
 
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef uint16_t u16x4 __attribute__((vector_size(8)));
 
 // How numbers are held. `Four` is a vector of four units: a unit is what lies together among the keys, a number or a
@@ -63,7 +64,7 @@ struct Brain16 {
   // to nearest, ties to even, in the upper half; NaN stays NaN
   static KV_INLINE u32x8 rounded(u32x8 bits) {
     const u32x8 even = bits + (((bits >> 16) & 1) + 0x7FFFu);
-    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : even;
+    return (i32x8)(bits & 0x7FFFFFFFu) > 0x7F800000 ? bits | 0x400000u : even;
   }
   static KV_INLINE void narrow(const float* from, Item* to, int64_t n) {
     for (int64_t i = 0; i < n; i += 8)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import sys
 import tempfile
 import weakref
@@ -20,6 +21,7 @@ from kvpager.swap.slots import SlabSwap
 __all__ = ["FileSwap"]
 
 _GAP_BYTES = 2**16  # a call costs more than reading so much too much
+HINTS = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,6 +42,8 @@ class FileSwap(SlabSwap):
         super().__init__(page_bytes, limit_bytes, granularity=mmap.ALLOCATIONGRANULARITY)
         self.path, self._fd = _create(path)
         self._maps: list[mmap.mmap] = []
+        self._waits = resource.getrusage(resource.RUSAGE_SELF).ru_majflt  # for the disk, when it was last looked at
+        self._hints = HINTS  # calls of `prefetch` that are still passed on
         named: str | None = str(self.path)
         with contextlib.suppress(OSError):
             os.unlink(self.path)
@@ -47,10 +51,18 @@ class FileSwap(SlabSwap):
         self._finalizer = weakref.finalize(self, _release, self._fd, named, os.getpid())
 
     def prefetch(self, slots: IntArray) -> None:
-        """Ask the system to read these slots ahead (madvise WILLNEED, one call for slots that lie close together)."""
+        """Ask the system to read these slots ahead (madvise WILLNEED, one call for slots that lie close together).
+
+        While nothing has to come from disk, asking costs as much as reading: only where the process had to wait for
+        it lately (a major page fault) are the next 64 calls passed on.
+        """
         self._check_open()
-        if not hasattr(mmap, "MADV_WILLNEED"):
+        waits = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        if waits != self._waits:
+            self._waits, self._hints = waits, HINTS
+        if not self._hints or not hasattr(mmap, "MADV_WILLNEED"):
             return
+        self._hints -= 1
         ordered = np.unique(slots)
         ordered = ordered[self._known(ordered)]
         if not len(ordered):
