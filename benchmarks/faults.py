@@ -1,6 +1,6 @@
 """What it costs to read a page back: ``python benchmarks/faults.py [--json] [--policies all] [--swap FOLDER ...]``.
 
-A pool of 24 MiB (6,144 pages of 4 KiB: SmolLM2-135M in bfloat16) under 16 sequences of 752 tokens. Step after step,
+A pool of 24 MiB (6,144 pages of 4 KiB: SmolLM2-135M, bfloat16) under 16 sequences of 752 tokens. Step after step,
 layer after layer, so many pages are brought in at once as one batch wants; most of them are absent. What is timed is
 the whole of it: victims chosen by the policy and let go of, pages found, read, checked, put into frames, and entered in
 the books. Beside it, and not timed, every page brought in is given some attention, so that policies have something to

@@ -1,10 +1,12 @@
 """A model's forward without its attention: what linear layers, norms, rotary embedding and Python take.
 
     python benchmarks/model_alone.py [--rows 1,8,16] [--chunks 464,512] [--rounds 15] [--weights bfloat16]
+                                     [--threads 2] [--cpu]
 
 The model is SmolLM2-135M by its shape, with random weights. Attention is a function that returns zeros, and its cache
 keeps nothing. Rows are a decode step of as many sequences, with logits for all; a chunk is a piece of a prompt, with
 logits for its last token. A round takes each chunk once and each step eight times; medians and least times are shown.
+With --cpu it is the time of one thread on its core, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,12 +76,12 @@ def build(weights: str) -> Any:
     return model
 
 
-def forward(model: Any, tokens: int) -> float:
+def forward(model: Any, tokens: int, clock: Callable[[], float]) -> float:
     """Seconds of one forward of `tokens` tokens at positions of different sequences."""
     ids = torch.randint(0, 49152, (1, tokens))
     positions = torch.arange(tokens) * (1 if tokens >= CHUNK else 100)
     cache: Any = Nothing(100)
-    start = time.perf_counter()
+    start = clock()
     model(
         input_ids=ids,
         position_ids=positions[None],
@@ -86,7 +89,7 @@ def forward(model: Any, tokens: int) -> float:
         use_cache=True,
         logits_to_keep=1 if tokens >= CHUNK else 0,
     )
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main() -> None:
@@ -96,19 +99,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--weights", default="bfloat16", choices=("bfloat16", "int8", "unpacked"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true")
     settings = parser.parse_args()
-    _native.set_threads(settings.threads)
-    torch.set_num_threads(1 if settings.weights != "unpacked" else settings.threads)
+    clock, threads = (time.thread_time, 1) if settings.cpu else (time.perf_counter, settings.threads)
+    _native.set_threads(threads)
+    torch.set_num_threads(1 if settings.weights != "unpacked" else threads)
     cases = [int(one) for one in (settings.rows + "," + settings.chunks).split(",") if one]
     model = build(settings.weights)
     times: dict[int, list[float]] = {tokens: [] for tokens in cases}
     with torch.inference_mode():
         for tokens in cases:
-            forward(model, tokens)
+            forward(model, tokens, clock)
         for _ in range(settings.rounds):
             for tokens in cases:
                 again = 1 if tokens >= CHUNK else 8
-                times[tokens].extend(forward(model, tokens) for _ in range(again))
+                times[tokens].extend(forward(model, tokens, clock) for _ in range(again))
     for tokens, some in times.items():
         seconds = statistics.median(some)
         print(

@@ -16,7 +16,7 @@ KV_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 KV_INLINE int64_t split(int64_t a, int64_t b) { return (a + b - 1) / b; }
 KV_INLINE int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// NaN stays NaN.
+// NaN stays NaN. As the products themselves do there, AVX512-BF16 takes numbers below 2^-126 for zero.
 #if defined(__AVX512BF16__)
 KV_INLINE u16x16 narrow(f32x16 x) { return (u16x16)_mm512_cvtneps_pbh((__m512)x); }
 #else
