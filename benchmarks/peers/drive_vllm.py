@@ -23,7 +23,9 @@ class VLLM:
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
         options = {"dtype": "bfloat16", "max_model_len": 8192, "enable_prefix_caching": False, **settings}
         self._bytes = options.pop("kv_bytes", None)
-        token_bytes = options.pop("token_bytes")
+        token_bytes = options.pop("token_bytes")  # in 16 bits
+        if options.get("kv_cache_dtype", "auto").startswith("fp8"):
+            token_bytes //= 2
         if self._bytes is not None:
             options["num_gpu_blocks_override"] = self._bytes // (options["block_size"] * token_bytes)
         self._engine = LLM(model, disable_log_stats=False, **options).llm_engine

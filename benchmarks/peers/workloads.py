@@ -5,6 +5,7 @@ Prompts are token ids of the bundled book, each from a place of its own, cut by 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvpager.bench.workload import Kind, Prompts, Workload
@@ -28,7 +29,7 @@ WORKLOADS: dict[str, list[tuple[str, Workload, bool]]] = {
 
 def plan_round(name: str, workload: Workload, in_turn: bool, ids: list[int], again: int) -> dict[str, Any]:
     """A round as driving.py takes it. Each repetition (`again`) has other prompts, so that no cache knows them."""
-    workload = Workload(**{**vars(workload), "seed": workload.seed + 1_000_000 * again})
+    workload = replace(workload, seed=workload.seed + 1_000_000 * again)
     prompts = Prompts(ids, workload)
     requests = [{"prompt": prompts(item), "max_tokens": item.output_tokens} for item in workload.items()]
     return {"name": name, "in_turn": in_turn, "requests": requests}
