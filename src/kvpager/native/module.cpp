@@ -20,7 +20,7 @@ namespace kvpager {
 void bind_attention(nb::module_& module);
 void bind_digest(nb::module_& module);
 void bind_linear(nb::module_& module);
-void bind_tile(nb::module_& module);
+void bind_batch(nb::module_& module);
 
 namespace {
 
@@ -77,7 +77,7 @@ NB_MODULE(_native, module) {
   bind_attention(module);
   bind_digest(module);
   bind_linear(module);
-  bind_tile(module);
+  bind_batch(module);
 }
 
 }  // namespace kvpager
