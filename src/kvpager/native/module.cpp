@@ -21,7 +21,7 @@ void bind_attention(nb::module_& module);
 void bind_digest(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_swap(nb::module_& module);
-void bind_tile(nb::module_& module);
+void bind_batch(nb::module_& module);
 
 namespace {
 
@@ -79,7 +79,7 @@ NB_MODULE(_native, module) {
   bind_digest(module);
   bind_linear(module);
   bind_swap(module);
-  bind_tile(module);
+  bind_batch(module);
 }
 
 }  // namespace kvpager
