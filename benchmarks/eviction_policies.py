@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvpager.core.policies import POLICY_TYPES, Policy, make
-from kvpager.core.scorer import AttentionScorer
+from kvpager.core.scorer import AttentionScorer, Observed
 from kvpager.kernels.reference import masses
 
 SINKS, RECENT = 1, 2
@@ -205,7 +205,9 @@ class Simulation:
             if self.policy is None:
                 self.next_use[part] = self.future[at][first : first + self.group]
         given, queries = masses(attend.mass), attend.mass.shape[2]
-        self.scorer.observe([attend.blocks], self.layer, attend.heads, given, queries, self.tick)
+        pages = len(attend.heads)
+        observed = Observed(attend.blocks, attend.heads, given, [0, pages], [queries], [self.tick])
+        self.scorer.observe(self.layer, observed)
 
     def room(self, wanted: int) -> None:
         """Evict until `wanted` frames are free."""

@@ -16,7 +16,7 @@ import numpy as np
 from kvpager import KVShape, _native
 from kvpager.kernels.cores import default_threads
 from kvpager.kernels.native import NativeKernel
-from kvpager.ports import Layer, PageList, PlacedPages, TileQuery
+from kvpager.ports import Layer, PageList, TileQuery, Tiles
 
 EXAMPLE = "example: python benchmarks/one_call.py --tokens 8192,32768 --rounds 9 --json"
 SHAPES = {"9/3x64": (9, 3, 64), "32/8x128": (32, 8, 128), "32/32x128": (32, 32, 128)}
@@ -42,35 +42,45 @@ class Cache:
             count = min(512, frames - low)
             self.storage.write(np.arange(low, low + count), 0, keys[:count], keys[:count])
         self.table = rng.permutation(frames).astype(np.int32).reshape(-1, 1, self.kv_heads)
-        self.tile = TileQuery(rng.standard_normal((query_heads, 1, dim), np.float32), tokens - 1, dim**-0.5, None, None)
+        self.queries = rng.standard_normal((query_heads, 1, dim), np.float32)
+        self.tile = TileQuery(self.queries, tokens - 1, dim**-0.5, None, None)
+        self.output = np.empty_like(self.queries)
         self.pages = [self._pages(place) for place in range(self.places)]
+        self.tiles = [self._tiles(place) for place in range(self.places)]
 
-    def _pages(self, place: int) -> tuple[PlacedPages, PlacedPages]:
-        """The own pages and the past ones of a sequence."""
+    def _pages(self, place: int) -> list[tuple[np.ndarray, ...]]:
+        """The own pages of a sequence and the past ones: heads, positions, and places in the table."""
         made = []
         for first, stop in ((self.blocks - 1, self.blocks), (0, self.blocks - 1)):
             heads = np.repeat(np.arange(self.kv_heads), stop - first)
             blocks = np.tile(np.arange(first, stop), self.kv_heads)
-            rows = blocks + place * self.blocks
-            full = np.full(len(rows), PAGE)
-            made.append(PlacedPages(heads, blocks, rows, blocks * PAGE, full, rows * self.kv_heads + heads))
-        return made[0], made[1]
+            made.append((heads, blocks * PAGE, (blocks + place * self.blocks) * self.kv_heads + heads))
+        return made
+
+    def _tiles(self, place: int) -> Tiles:
+        """A sequence's last token as one tile."""
+        rows = np.arange(place * self.blocks, (place + 1) * self.blocks)
+        end, own = self.blocks * PAGE, self.blocks - 1
+        return Tiles(rows, np.array([[0, 1, end - 1, 0, 0, own, self.blocks, end]]), None, PAGE, GROUP, None)
 
     def one_call(self, place: int) -> None:
         """The whole tile at once."""
-        own, past = self.pages[place]
-        if self.kernel.attend_resident(Layer(self.storage, self.table, 0, GROUP), self.tile, own, past) is None:
+        layer, tile = Layer(self.storage, self.table, 0), self.tile
+        batch = self.kernel.batch(layer, self.tiles[place], self.queries, tile.scale, None, None, self.output)
+        if batch.advance(0) is not None:
             raise SystemExit("a page is absent")
+        batch.result()
 
     def by_groups(self, place: int) -> None:
         """A call for each group, and one that joins them."""
         parts, heads = [], []
-        for pages in self.pages[place]:
-            frames = self.table.reshape(-1)[pages.flat].astype(np.int64)
-            heads.append(pages.heads)
+        for of_head, starts, flat in self.pages[place]:
+            frames = self.table.reshape(-1)[flat].astype(np.int64)
+            heads.append(of_head)
+            full = np.full(len(frames), PAGE)
             for low in range(0, len(frames), GROUP):
                 at = slice(low, low + GROUP)
-                group = PageList(frames[at], pages.heads[at], pages.starts[at], pages.counts[at], self.kv_heads)
+                group = PageList(frames[at], of_head[at], starts[at], full[at], self.kv_heads)
                 parts.append(self.kernel.attend(self.storage, self.tile, group))
         self.kernel.settle(parts, np.concatenate(heads))
 

@@ -1,9 +1,11 @@
 """The compiled kernels (src/kvpager/native): what each concern binds. Wrong arguments raise ValueError."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.ports import FloatArray, IntArray
+from kvpager.ports import FloatArray, IntArray, States
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -182,50 +184,56 @@ class PackedLayer:
         self, x: int, elements: int, attended: int, attended_size: int, norm: int, to: int, size: int, /
     ) -> None: ...
 
-# bind_tile.cpp
+# bind_batch.cpp
 
-Four = tuple[IntArray, IntArray, IntArray, IntArray]
+class Tiles:
+    """The tiles of a step in layers of one window."""
 
-def attend_tile(
+    def __init__(
+        self,
+        rows: IntArray,
+        tiles: IntArray,
+        given: tuple[IntArray, IntArray] | None,
+        layers: int,
+        kv_heads: int,
+        page_size: int,
+        group_pages: int,
+        window: int,
+        budget: tuple[int, int, int, int],
+    ) -> None: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def ratios(self) -> int: ...
+
+class Batch:
+    """The attention of all tiles in one layer."""
+
+    def __init__(
+        self,
+        tiles: Tiles,
+        storage: Frames,
+        table: npt.NDArray[np.int32],
+        layer: int,
+        digest: DigestStore | None,
+        queries: States,
+        scale: float,
+        softcap: float,
+        output: States,
+        results: tuple[npt.NDArray[Any], ...],
+    ) -> None: ...
+    def advance(self, room: int) -> tuple[IntArray, IntArray] | None: ...
+
+def within(states: States, most: float) -> bool: ...
+def write_tokens(
     storage: Frames,
     table: npt.NDArray[np.int32],
-    offset: int,
-    own: Four,
-    past: Four,
-    group_pages: int,
-    kv_heads: int,
-    queries: FloatArray,
-    start: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    output: FloatArray,
-    masses: FloatArray,
-) -> int: ...
-def choose_tile(
-    storage: Frames,
-    table: npt.NDArray[np.int32],
-    offset: int,
-    own: Four,
-    group_pages: int,
-    kv_heads: int,
-    queries: FloatArray,
-    start: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    digest: DigestStore,
     layer: int,
-    rows: IntArray,
-    first: int,
-    row_stride: int,
-    sample: int,
-    room: int,
-    sinks: int,
-    recent: int,
-    output: FloatArray,
-    masses: FloatArray,
-    heads: IntArray,
-    blocks: IntArray,
-    ratio: FloatArray,
-) -> tuple[int, float]: ...
+    layers: int,
+    kv_heads: int,
+    pieces: IntArray,
+    keys: States,
+    values: States,
+    digest: DigestStore | None,
+    full: IntArray,
+) -> None: ...

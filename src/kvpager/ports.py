@@ -1,13 +1,13 @@
 """What the core asks of the outside: protocols for kernels, digests, the bytes of frames, and swap.
 
 Shapes use H (KV heads), G (query heads a KV head), T (queries of a tile), D (head_dim), P (page_size)
-and n (pages of one call). Implementations must not keep or write to the arrays they are given.
+and n (pages of one call). Implementations must not keep or write to the arrays they are given, but where they say so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from kvpager.config import KVShape
 
 __all__ = [
     "WINDOW",
+    "Batch",
+    "BatchResult",
     "BoolArray",
     "Choice",
     "Digest",
@@ -27,13 +29,13 @@ __all__ = [
     "Masses",
     "PageList",
     "Partial",
-    "PlacedPages",
-    "ResidentChoice",
     "Room",
     "Rows",
     "Settled",
+    "States",
     "Swap",
     "TileQuery",
+    "Tiles",
 ]
 
 BoolArray = npt.NDArray[np.bool_]
@@ -42,6 +44,10 @@ IntArray = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Rows = IntArray | slice
 """Rows of a table by block: int64 [n], or a slice where they lie one after the other."""
+
+States = npt.NDArray[Any]
+"""Keys, values, queries or outputs [heads, T, D] in any strides, channels side by side: float32, float16, or uint16,
+which stands for bfloat16 (NumPy has no such type)."""
 
 WINDOW = 32
 """Queries of SnapKV's observation window (arXiv 2404.14469)."""
@@ -210,43 +216,73 @@ class Digest(Protocol):
         """
 
 
-class PlacedPages(NamedTuple):
-    """Pages of one layer, sorted by head, then by position: int64 [n] each.
-
-    heads, blocks   KV head, and block of the sequence
-    rows            the block's row of the page table
-    starts, counts  position of the first token, and the tokens that are written
-    flat            place in the page table [rows, layers, H], in layer 0
-    """
-
-    heads: IntArray
-    blocks: IntArray
-    rows: IntArray
-    starts: IntArray
-    counts: IntArray
-    flat: IntArray
-
-
-class ResidentChoice(NamedTuple):
-    """Pages chosen by their digests: heads and blocks int64 [n], by head, then by block; ratio and missed as in Choice.
-
-    settled  the tile's attention to its own pages and to these, or None where one of these is absent
-    """
-
-    settled: Settled | None
-    heads: IntArray
-    blocks: IntArray
-    ratio: FloatArray
-    missed: float
-
-
 class Layer(NamedTuple):
-    """Where a kernel finds a layer's pages: frames of the page table [rows, layers, H], int32, and fixed groups."""
+    """Where a kernel finds a layer's pages: frames of the page table [rows, layers, H], int32."""
 
     storage: FrameStorage
     table: npt.NDArray[np.int32]
     layer: int
+
+
+@dataclass(eq=False)
+class Tiles:
+    """The tiles of one call in all layers of one window: a ragged batch, sequence after sequence.
+
+    rows         int64 [R]: the page table's rows of the sequences' blocks, one sequence after the other
+    fields       int64 [n, 8], a tile each: its first query among the call's; how many; position of the first; where in
+                 `rows` its sequence begins; blocks: the first in the window, the tile's first, the one behind it; and
+                 the tokens of the sequence that are written
+    window       the layers' sliding window
+    page_size    tokens of a page
+    group_pages  pages of one partial attention; a tile's own and its past pages are each cut into such groups
+    room         what a tile may attend to of its past, chosen by digests where there is more; None for all of it
+    given        heads and blocks int64 [m], by head, then by block: the past pages of a single tile, in place of all
+    prepared     what a kernel has made of it
+    """
+
+    rows: IntArray
+    fields: IntArray
+    window: int | None
+    page_size: int
     group_pages: int
+    room: Room | None
+    given: tuple[IntArray, IntArray] | None = None
+    prepared: Any = None
+
+
+class BatchResult(NamedTuple):
+    """What the tiles of a call gave; a tile's pages are its own, then past ones, each by head, then by block.
+
+    offsets   where each tile's pages begin, and the end: n + 1
+    rows, heads, blocks   int64 [m]: of each page
+    recalled  bool [m]: pages that were absent when their group's turn came
+    masses    float32 [m] each
+    ratios    float32: of the tiles that chose, one after the other, [H, candidates] each (see Choice)
+    missed    float [n]: as in Choice; 0 for those that did not choose
+    """
+
+    offsets: list[int]
+    rows: IntArray
+    heads: IntArray
+    blocks: IntArray
+    recalled: BoolArray
+    masses: Masses
+    ratios: FloatArray
+    missed: list[float]
+
+
+class Batch(Protocol):
+    """The attention of one call's tiles in one layer."""
+
+    def advance(self, room: int) -> tuple[IntArray, IntArray] | None:
+        """Go on as far as resident pages allow. None when all is done.
+
+        Else pages, as flat indices: those that are to be in frames together at the next call, groups of at most `room`
+        pages in all or one group, and some of those after them.
+        """
+
+    def result(self) -> BatchResult:
+        """What the tiles gave, once all is done; the output is written by then."""
 
 
 class Kernel(Protocol):
@@ -263,21 +299,29 @@ class Kernel(Protocol):
     def settle(self, parts: list[Partial], heads: IntArray) -> Settled:
         """Join groups of pages in the order given; `heads` [n] names the KV head of each of their pages, in order."""
 
-    def attend_resident(
-        self, layer: Layer, tile: TileQuery, own: PlacedPages, past: PlacedPages | None
-    ) -> Settled | None:
-        """`attend` to all groups of a tile's own and past pages, and `settle`, in one call, to the same bits.
+    def within(self, states: States, most: float) -> bool:
+        """Whether all numbers are in -most..most; NaN is not."""
 
-        None where a page is absent, or where the kernel has no such call.
+    def write(
+        self, layer: Layer, pieces: IntArray, keys: States, values: States, digest: Digest | None, full: IntArray
+    ) -> None:
+        """Store new tokens, keys and values [H, T, D], in the pages of all heads, and summarise full pages.
+
+        pieces  int64 [n, 4]: row of the page table, offset in the page, first token, how many
+        full    int64 [k]: rows that are full now; `digest` gets their pages as they are stored
         """
 
-    def choose_resident(
-        self, layer: Layer, tile: TileQuery, own: PlacedPages, digest: Digest, rows: IntArray, room: Room
-    ) -> ResidentChoice | None:
-        """As `attend_resident`, the past pages being chosen among those of rows [n] as Digest.choose does.
-
-        None where one of its own pages is absent, or where the kernel has no such call.
-        """
+    def batch(
+        self,
+        layer: Layer,
+        tiles: Tiles,
+        queries: States,
+        scale: float,
+        softcap: float | None,
+        digest: Digest | None,
+        output: States,
+    ) -> Batch:
+        """The attention of tiles: queries [H * G, T, D] to `output` of that shape, in its dtype."""
 
     def digest(
         self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import ArrayLike
 
 from kvpager.core.policies import POLICY_TYPES
-from kvpager.core.scorer import FIELDS, AttentionScorer, PageNumbers
+from kvpager.core.scorer import FIELDS, AttentionScorer, Observed, PageNumbers
 from kvpager.kernels.reference import masses
 from kvpager.ports import WINDOW
 
@@ -28,7 +28,7 @@ def look(made: AttentionScorer, row: int, layer: int, head: int, tick: int = 0) 
 
 def observe(made: AttentionScorer, mass: ArrayLike, tick: int = 1, row: int = 2, layer: int = 1, head: int = 1) -> None:
     given = np.asarray(mass, np.float32)[None]
-    made.observe([np.array([row])], layer, np.array([head]), masses(given), given.shape[2], tick)
+    made.observe(layer, Observed(np.array([row]), np.array([head]), masses(given), [0, 1], [given.shape[2]], [tick]))
 
 
 def test_mass_is_the_largest_of_queries_and_group_and_fades_each_time_the_page_is_attended_to():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvpager.errors import InputError
-from kvpager.ports import FloatArray
+from kvpager.ports import States
 
 __all__ = ["STORED_MOST", "floats", "listed", "positive", "step_tokens", "token_list", "whole"]
 
@@ -18,48 +19,46 @@ STORED_MOST = {
     "bfloat16": 2.0**128 - 2.0**120,
     "int8": 2.0**127,
 }
-FEW = 8192  # numbers; OpenBLAS sums up to 10,000 products on one core
-SQUARES_MOST = 1e38  # below infinity in float32
+_TAKEN = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 
 
-def floats(name: str, value: Any, shape: tuple[int | None, ...], layout: str, dtype: str = "float32") -> FloatArray:
-    """`value` as float32 of `shape` (None: any size above zero); `layout` words the shape for the message.
+def floats(
+    name: str,
+    value: Any,
+    shape: tuple[int | None, ...],
+    layout: str,
+    within: Callable[[States, float], bool],
+    dtype: str = "float32",
+    bits: bool = False,
+) -> States:
+    """`value` as states of `shape` (None: any size above zero); `layout` words the shape for the message.
 
-    Raises InputError for what is not an array of floating-point numbers in that shape, finite also in `dtype`,
-    in which they will be held.
+    `bits` takes uint16 for bfloat16, too. Raises InputError for what is not an array of floating-point numbers in that
+    shape, finite also in `dtype`, in which they will be held; `within` looks at the numbers.
     """
     if not isinstance(value, np.ndarray):
         raise InputError(f"{name}: expected a NumPy array {layout}, got {type(value).__name__}")
-    if value.dtype.kind != "f":
+    if value.dtype.kind != "f" and not (bits and value.dtype == np.uint16):
         raise InputError(f"{name}: expected floating-point numbers, got {value.dtype}")
     if value.shape != shape and (len(value.shape) != len(shape) or not all(map(_fits, value.shape, shape))):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InputError(f"{name}: shape {value.shape} is not {layout} = ({wanted})")
-    if value.dtype == np.float32:
-        plain: FloatArray = value
-    else:
+    states: States = value
+    if value.dtype not in _TAKEN:
         with np.errstate(over="ignore"):
-            plain = np.asarray(value, np.float32)
-    if not _within(plain, STORED_MOST[dtype]):
+            states = np.asarray(value, np.float32)
+    if states.strides[-1] != states.itemsize or not states.flags.aligned:
+        states = np.ascontiguousarray(states)
+    if not within(states, STORED_MOST[dtype]):
         raise InputError(
             f"{name}: holds NaN or infinity (or numbers beyond {dtype}, {STORED_MOST[dtype]:g}); "
             "every number must be finite"
         )
-    return plain
+    return states
 
 
 def _fits(have: int, want: int | None) -> bool:
     return have == want or (want is None and have > 0)
-
-
-def _within(numbers: FloatArray, most: float) -> bool:
-    """Whether all numbers are in -most..most; NaN is not."""
-    if numbers.size <= FEW:
-        # where the sum of the squares is that small, no number is larger: one pass instead of two, for a decode step
-        flat = numbers.reshape(-1)
-        if float(np.vdot(flat, flat)) <= min(most * most, SQUARES_MOST):
-            return True
-    return bool(numbers.max() <= most and numbers.min() >= -most)
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:

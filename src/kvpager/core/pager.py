@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from kvpager.config import KVShape, PagerConfig
 from kvpager.core import books, forking, parking, transaction
-from kvpager.core.attention import AttendResult, TileEvent
+from kvpager.core.attention import AttendResult, Query, TileEvent
 from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
 from kvpager.core.guards import changes, owned
-from kvpager.core.sequence import Sequence
+from kvpager.core.sequence import Member, Sequence, Step
 from kvpager.core.state import State
 from kvpager.errors import ConfigError, InputError, SequenceError, StepError, ThreadError
 from kvpager.kernels.choose import open_kernel
-from kvpager.ports import FloatArray, Kernel, Swap
+from kvpager.ports import BatchResult, FloatArray, Kernel, States, Swap
 from kvpager.stats import PagerStats
 
 __all__ = ["AttendResult", "Pager"]
@@ -190,21 +190,21 @@ class Pager:
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.kv_heads, None, self.shape.head_dim)
         layout, dtype = "[kv_heads, tokens, head_dim]", self.shape.dtype
-        new_keys = floats("keys", keys, dims, layout, dtype)
-        new_values = floats("values", values, dims, layout, dtype)
+        new_keys = floats("keys", keys, dims, layout, self._within, dtype)
+        new_values = floats("values", values, dims, layout, self._within, dtype)
         tokens = new_keys.shape[1]
         if new_values.shape[1] != tokens:
             raise InputError(f"values: {new_values.shape[1]} tokens, but keys have {tokens}")
         step = self._state.step
         if step is None:
             with transaction.implicit(self._state, sequence, tokens, layer) as own:
-                transaction.write(self._state, own, sequence, layer, new_keys, new_values)
+                transaction.write(self._state, own, [(sequence, tokens)], layer, new_keys, new_values)
             return
         self._check_in_step(sequence, "append", tokens)
         if sequence.filled[layer] != sequence.length:
             raise StepError(f"append: layer {layer} of sequence {sequence.id} has had its keys in this step")
         with transaction.guarded(self._state):
-            transaction.write(self._state, step, sequence, layer, new_keys, new_values)
+            transaction.write(self._state, step, [(sequence, tokens)], layer, new_keys, new_values)
 
     @changes
     def attend(
@@ -226,9 +226,11 @@ class Pager:
         self._check_running(sequence, "attend")
         layer = whole("layer", layer, 0, self.shape.layers - 1)
         dims = (self.shape.query_heads, None, self.shape.head_dim)
-        asked = floats("queries", queries, dims, "[query_heads, tokens, head_dim]")
-        factor = positive("scale", scale, self.shape.scale or self.shape.head_dim**-0.5)
-        cap = None if softcap is None else positive("softcap", softcap, 1.0)
+        asked = floats("queries", queries, dims, "[query_heads, tokens, head_dim]", self._within)
+        output = np.empty(asked.shape, np.float32)
+        query = self._query(asked, output, scale, softcap)
+        members = [(sequence, asked.shape[1])]
+        shape = (self.shape.kv_heads, len(sequence.rows))
         step = self._state.step
         if step is None:
             if asked.shape[1] > sequence.filled[layer]:
@@ -236,14 +238,14 @@ class Pager:
                     f"queries: {asked.shape[1]} queries, but layer {layer} holds {sequence.filled[layer]} tokens"
                 )
             with transaction.implicit(self._state, sequence, 0, layer) as own:
-                return self._attend(own, sequence, layer, asked, factor, cap)
+                return AttendResult(output, self._attend(own, members, layer, query), shape)
         self._check_in_step(sequence, "attend", asked.shape[1])
         if sequence.filled[layer] == sequence.length:
             raise StepError(
                 f"attend: layer {layer} of sequence {sequence.id} has had no keys in this step; append first"
             )
         with transaction.guarded(self._state):
-            return self._attend(step, sequence, layer, asked, factor, cap)
+            return AttendResult(output, self._attend(step, members, layer, query), shape)
 
     @changes
     def attend_step(
@@ -255,32 +257,53 @@ class Pager:
         *,
         scale: float | None = None,
         softcap: float | None = None,
-    ) -> FloatArray:
+        output: npt.NDArray[Any] | None = None,
+    ) -> npt.NDArray[Any]:
         """Write one layer's new keys and values of all sequences of the open step, and attend with their queries.
 
         queries [query_heads, T, head_dim], keys and values [kv_heads, T, head_dim]: T counts the step's tokens,
-        sequence after sequence in the order that `begin` was given. Returns float32 [query_heads, T, head_dim]: what
-        `append` and `attend` give sequence by sequence, bit for bit. Raises as they do, and StepError without a step.
+        sequence after sequence in the order that `begin` was given. float32 and float16 are taken as they lie, in any
+        strides with channels side by side, and so is bfloat16 as uint16, which NumPy lacks. Returns `output` filled
+        (one of these dtypes, in any such strides), or else float32 [query_heads, T, head_dim]: what `append` and
+        `attend` give sequence by sequence, bit for bit. Raises as they do, and StepError without a step.
         """
         step = self._state.step
         if step is None or step.counts is None:
             raise StepError("attend_step: no step is open; begin one first")
-        counts = [step.counts[saved.sequence.id] for saved in step.saved]
-        for name, states in (("queries", queries), ("keys", keys), ("values", values)):
-            if np.ndim(states) != 3 or np.shape(states)[1] != sum(counts):
-                raise InputError(f"{name}: shape {np.shape(states)}; [heads, {sum(counts)}, head_dim] is the step's")
-        outputs = []
-        start = 0
-        for saved, count in zip(step.saved, counts, strict=True):
-            part = slice(start, start := start + count)
-            self.append(saved.sequence, layer, keys[:, part], values[:, part])
-            outputs.append(self.attend(saved.sequence, layer, queries[:, part], scale=scale, softcap=softcap).output)
-        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=1)
+        if step.failed:
+            raise StepError("attend_step: a call of this step failed; roll it back")
+        layer = whole("layer", layer, 0, self.shape.layers - 1)
+        members = step.members
+        total = sum(step.counts.values())
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
+        layout, within, dtype = "[heads, the step's tokens, head_dim]", self._within, self.shape.dtype
+        new_keys = floats("keys", keys, (heads, total, dim), layout, within, dtype, bits=True)
+        new_values = floats("values", values, (heads, total, dim), layout, within, dtype, bits=True)
+        asked = floats("queries", queries, (self.shape.query_heads, total, dim), layout, within, bits=True)
+        if output is None:
+            output = np.empty(asked.shape, np.float32)
+        elif output.shape != asked.shape or output.dtype not in (np.float32, np.float16, np.uint16):
+            raise InputError(f"output: {output.dtype} {output.shape} is not float32, float16 or uint16 {asked.shape}")
+        query = self._query(asked, output, scale, softcap)
+        for sequence, _ in members:
+            if sequence.filled[layer] != sequence.length:
+                raise StepError(f"attend_step: layer {layer} of sequence {sequence.id} has had its keys in this step")
+        with transaction.guarded(self._state):
+            transaction.write(self._state, step, members, layer, new_keys, new_values)
+            self._attend(step, members, layer, query)
+        return output
 
-    def _attend(self, *arguments: Any) -> AttendResult:
+    def _query(self, states: States, output: States, scale: float | None, softcap: float | None) -> Query:
+        factor = positive("scale", scale, self.shape.scale or self.shape.head_dim**-0.5)
+        return Query(states, factor, None if softcap is None else positive("softcap", softcap, 1.0), output)
+
+    def _within(self, states: States, most: float) -> bool:
+        return self._state.kernel.within(states, most)
+
+    def _attend(self, step: Step, members: list[Member], layer: int, query: Query) -> list[BatchResult]:
         self._attending = True
         try:
-            return self._state.attender.attend(*arguments)
+            return self._state.attender.attend(step, members, layer, query)
         finally:
             self._attending = False
 

@@ -40,6 +40,11 @@ class FramePool:
         return self.frames - self.free_count
 
     @property
+    def room(self) -> int:
+        """Frames that are free or that can be made free."""
+        return self.free_count + int(np.count_nonzero(self.evictable))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of these books."""
         return self.owner.nbytes + self.evictable.nbytes + self.pinned.nbytes + self._stack.nbytes

@@ -22,23 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpager.ports import FloatArray, IntArray, Masses, Rows
 
-__all__ = ["FIELDS", "AttentionScorer", "PageNumbers"]
+__all__ = ["FIELDS", "AttentionScorer", "Observed", "PageNumbers"]
 
 Int32Array = npt.NDArray[np.int32]
 Numbers = npt.NDArray[Any]
+_Entry = TypeVar("_Entry")
 
 FIELDS = frozenset({"mass", "total", "last", "window", "estimate", "born"})
 """The fields that are kept only where a policy needs them."""
 
 SEEN_MAX = 255
-MOST_WAITING = 1 << 16  # pages and estimates that wait for the books: about 2 MiB
+MOST_WAITING = 1 << 18  # pages and estimates that wait for the books: about 8 MiB
 RATIO_MAX = np.float32(6e4)  # estimates are held as float16, which ends at 65,504
 
 
@@ -106,14 +108,35 @@ class _Snapshot(NamedTuple):
     numbers: list[Numbers]
 
 
-class _Observed(NamedTuple):
-    """What one tile gave: rows in pieces, heads [n], masses [n], its queries, and the tick."""
+class Observed(NamedTuple):
+    """What the tiles of one call gave: rows, heads and masses [n] of their pages, a tile's where `offsets` say.
 
-    rows: Sequence[IntArray]
+    queries, ticks   of each tile
+    distinct         no page stands twice in it
+    """
+
+    rows: IntArray
     heads: IntArray
     masses: Masses
-    queries: int
-    tick: int
+    offsets: Sequence[int]
+    queries: Sequence[int]
+    ticks: Sequence[int]
+    distinct: bool = False
+
+    def pieces(self) -> list[Observed]:
+        """The same cut so that no page stands twice in a piece; they are taken in one after the other."""
+        if self.distinct or len(self.queries) == 1:
+            return [self]
+        pieces = []
+        for i, (start, stop) in enumerate(pairwise(self.offsets)):
+            part, one = slice(start, stop), slice(i, i + 1)
+            masses = Masses(*(kind[part] for kind in self.masses))
+            pieces.append(
+                Observed(
+                    self.rows[part], self.heads[part], masses, [0, stop - start], self.queries[one], self.ticks[one]
+                )
+            )
+        return pieces
 
 
 def _runs(estimates: dict[int, tuple[Rows, FloatArray]]) -> Iterator[tuple[int, int, Rows]]:
@@ -128,6 +151,12 @@ def _runs(estimates: dict[int, tuple[Rows, FloatArray]]) -> Iterator[tuple[int, 
                 break
             last = layers.pop(0)
         yield first, last + 1, rows
+
+
+def _rounds(waiting: dict[int, list[_Entry]]) -> Iterator[dict[int, _Entry]]:
+    """The first entries of all layers, then the second ones, and so on."""
+    for turn in range(max(map(len, waiting.values()), default=0)):
+        yield {layer: entries[turn] for layer, entries in waiting.items() if turn < len(entries)}
 
 
 class AttentionScorer:
@@ -162,9 +191,9 @@ class AttentionScorer:
         self._pages: dict[str, Numbers] = {"last_used": np.zeros(pages, np.int32), "seen": np.zeros(pages, np.uint8)}
         for name in sorted(self.needs - {"born"}):
             self._pages[name] = np.zeros(pages, np.float16 if name == "estimate" else np.float32)
-        # What came since the books were last looked at, by layer: no page stands twice in it.
-        self._observed: dict[int, _Observed] = {}
-        self._estimates: dict[int, tuple[Rows, FloatArray]] = {}
+        # What came since the books were last looked at, by layer: no page stands twice in one entry.
+        self._observed: dict[int, list[Observed]] = {}
+        self._estimates: dict[int, list[tuple[Rows, FloatArray]]] = {}
         self._waiting = 0  # pages and estimates in it
         self._watched: tuple[Sequence[Rows], slice] | None = None  # of the open step
         self._kept: list[_Snapshot] = []
@@ -195,36 +224,33 @@ class AttentionScorer:
         self._born = longer(self._born)
         self._pages = {name: longer(array) for name, array in self._pages.items()}
 
-    def born(self, rows: IntArray, layer: int, positions: IntArray, tick: int) -> None:
-        """Start the pages of new blocks in one layer (all heads): rows [n], block indices [n]."""
-        self.settle()
+    def born(self, rows: IntArray, layer: int, positions: IntArray, tick: int | IntArray) -> None:
+        """Start the pages of new blocks in one layer (all heads): rows [n], block indices [n], one tick or [n]."""
+        if layer in self._observed or layer in self._estimates:
+            self.settle()  # what waits may be about the rows' former pages
         self._position[rows] = positions
         if "born" in self.needs:
             self._born[layer, rows] = tick
         for name, field in self._pages.items():
-            field[layer, rows] = tick if name == "last_used" else np.nan if name in ("window", "estimate") else 0
+            if name == "last_used":
+                field[layer, rows] = np.reshape(tick, (-1, 1))
+            else:
+                field[layer, rows] = np.nan if name in ("window", "estimate") else 0
 
-    def observe(
-        self, rows: Sequence[IntArray], layer: int, heads: IntArray, masses: Masses, queries: int, tick: int
-    ) -> None:
-        """Take in what one tile of so many queries gave to the pages that it attended to.
-
-        rows (in pieces), heads [n], each page once.
-        """
-        if layer in self._observed or self._waiting > MOST_WAITING:
+    def observe(self, layer: int, given: Observed) -> None:
+        """Take in what tiles gave to the pages that they attended to, one tile after the other."""
+        if self._waiting > MOST_WAITING:
             self.settle()
-        self._ran[layer] = tick
-        self._observed[layer] = _Observed(rows, heads, masses, queries, tick)
-        self._waiting += len(heads)
+        self._ran[layer] = given.ticks[-1]
+        self._observed.setdefault(layer, []).extend(given.pieces())
+        self._waiting += len(given.heads)
 
     def estimated(self, rows: Rows, layer: int, ratio: FloatArray) -> None:
         """Take in one selection: ratio float32 [H, n], estimated mass over threshold of each candidate row [n].
 
         1 and above says that the page was selected, and `observe` will follow for it.
         """
-        if layer in self._estimates:
-            self.settle()
-        self._estimates[layer] = (rows, ratio)
+        self._estimates.setdefault(layer, []).append((rows, ratio))
         self._waiting += ratio.size
 
     def settle(self) -> None:
@@ -234,6 +260,12 @@ class AttentionScorer:
         self._remember()
         estimates, observed = self._estimates, self._observed
         self._estimates, self._observed, self._waiting = {}, {}, 0
+        for now in _rounds(estimates):
+            self._take_in_estimates(now)
+        for given in _rounds(observed):
+            self._take_in_masses(given)
+
+    def _take_in_estimates(self, estimates: dict[int, tuple[Rows, FloatArray]]) -> None:
         for first, last, rows in _runs(estimates):
             ratio = np.stack([estimates[layer][1] for layer in range(first, last)]).swapaxes(1, 2)
             seen = self._pages["seen"][first:last]
@@ -241,27 +273,27 @@ class AttentionScorer:
             seen[:, rows] = before + ((ratio < 1) & (before < SEEN_MAX))
             if "estimate" in self._pages:
                 self._pages["estimate"][first:last, rows] = np.minimum(ratio, RATIO_MAX)
-        if observed:
-            self._take_in_masses(observed)
 
-    def _take_in_masses(self, observed: dict[int, _Observed]) -> None:
-        counts = [len(one.heads) for one in observed.values()]
+    def _take_in_masses(self, observed: dict[int, Observed]) -> None:
+        counts = np.concatenate([np.diff(one.offsets) for one in observed.values()])
+        layers = np.repeat(list(observed), [len(one.queries) for one in observed.values()])
 
         def joined(arrays: Iterable[Numbers]) -> Numbers:
             return np.concatenate(list(arrays))
 
-        def each(values: list[Any], dtype: npt.DTypeLike) -> Numbers:
-            return np.repeat(np.array(values, dtype), counts)
+        def each(values: npt.ArrayLike, dtype: npt.DTypeLike) -> Numbers:
+            return np.repeat(np.asarray(values, dtype), counts)
 
-        page = joined(row for one in observed.values() for row in one.rows) * self.kv_heads
+        queries = joined(np.asarray(one.queries) for one in observed.values())
+        page = joined(one.rows for one in observed.values()) * self.kv_heads
         page += joined(one.heads for one in observed.values())
-        page += each(list(observed), np.int64) * (self.rows * self.kv_heads)
+        page += each(layers, np.int64) * (self.rows * self.kv_heads)
         fields = {name: field.reshape(-1) for name, field in self._pages.items()}
-        fields["last_used"][page] = each([one.tick for one in observed.values()], np.int32)
+        fields["last_used"][page] = each(joined(np.asarray(one.ticks) for one in observed.values()), np.int32)
         before = fields["seen"][page]
         fields["seen"][page] = before + (before < SEEN_MAX)
         if "mass" in fields:
-            faded = fields["mass"][page] * each([self.decay**one.queries for one in observed.values()], np.float32)
+            faded = fields["mass"][page] * each(self.decay**queries, np.float32)
             fields["mass"][page] = np.maximum(faded, joined(one.masses.peak for one in observed.values()))
         if "total" in fields:
             fields["total"][page] += joined(one.masses.total for one in observed.values())
@@ -269,7 +301,7 @@ class AttentionScorer:
             fields["last"][page] = joined(one.masses.last for one in observed.values())
         if "window" in fields:
             window = joined(one.masses.window for one in observed.values())
-            several = each([one.queries > 1 for one in observed.values()], np.bool_)
+            several = each(queries > 1, np.bool_)
             fields["window"][page[several]] = window[several]
 
     def begin(self, rows: Sequence[Rows], layers: slice) -> None:

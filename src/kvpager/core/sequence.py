@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from kvpager.ports import BoolArray, IntArray, Rows
 
-__all__ = ["Cost", "Saved", "Sequence", "Step"]
+__all__ = ["Cost", "Member", "Saved", "Sequence", "Step"]
 
 
 @dataclass
@@ -96,6 +97,10 @@ class Sequence:
         return f"Sequence(id={self.id}, length={self.length}{state})"
 
 
+Member = tuple[Sequence, int]
+"""A sequence, and how many of its tokens a call is about."""
+
+
 @dataclass(frozen=True)
 class Saved:
     """A sequence as it was when a step began."""
@@ -139,8 +144,9 @@ class Step:
     """An open transaction.
 
     counts   tokens that each sequence brings, by id; None for the implicit step of a single call
-    held     (row, layer) of pages that were open when the step began: they stay in the pool until its end
-    plans    page lists that all layers share, kept by the attention
+    held     rows of blocks that were open when the step began, in `layers`: they stay in the pool until its end
+    layers   that the step writes to
+    plans    what all layers share, kept by the writing and the attention
     dropped  discard mode: flat indices of pages that left a view in this step, oldest first; the first `settled`
              entries have been given up
     broken   discard mode: sequences of which a dropped page had to be given up before the commit
@@ -151,9 +157,16 @@ class Step:
     counts: dict[int, int] | None
     tokens: dict[int, list[int]]
     tick: int
-    held: set[tuple[int, int]] = field(default_factory=set)
-    plans: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    layers: slice
+    held: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    plans: dict[Any, Any] = field(default_factory=dict)
     dropped: list[tuple[Sequence, IntArray]] = field(default_factory=list)
     settled: int = 0
     broken: list[Sequence] = field(default_factory=list)
     failed: bool = False
+
+    @cached_property
+    def members(self) -> list[Member]:
+        """Its sequences and the tokens that each brings, in order."""
+        assert self.counts is not None
+        return [(saved.sequence, self.counts[saved.sequence.id]) for saved in self.saved]

@@ -37,7 +37,7 @@ class State:
     """Everything that a pager owns. `step` is the open transaction, if any."""
 
     def __init__(self, shape: KVShape, config: PagerConfig, kernel: Kernel, swap: Swap | None) -> None:
-        self.shape, self.config = shape, config
+        self.shape, self.config, self.kernel = shape, config, kernel
         self.page_bytes = shape.page_bytes(config.page_size)
         # from the shape alone: a group that depended on the pool would let the pool's size change the arithmetic
         self.group_pages = config.group_pages or min(256, max(8, 4 * shape.layers * shape.kv_heads))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
 from kvpager.core.pagetable import ABSENT
-from kvpager.core.sequence import Saved, Sequence, Step
+from kvpager.core.sequence import Member, Saved, Sequence, Step
 from kvpager.core.state import State
 from kvpager.errors import PageLost, StepError
-from kvpager.ports import FloatArray, IntArray
+from kvpager.ports import IntArray, Layer, States
 
 __all__ = ["begin", "close", "commit", "frames_needed", "free_unseen", "guarded", "implicit", "rollback", "write"]
 
@@ -43,14 +44,14 @@ def frames_needed(state: State, growth: dict[int, int]) -> int:
     return needed + state.group_frames(longest)
 
 
-def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, list[int]], layer: int | None) -> Step:
+def begin(state: State, growth: list[Member], tokens: dict[int, list[int]], layer: int | None) -> Step:
     """Open a step in which sequences grow; `layer` names the only one that the implicit step of one call touches.
 
     Raises PoolExhausted, with nothing changed, when the step can never fit.
     """
     config = state.config
     layers = range(state.shape.layers) if layer is None else range(layer, layer + 1)
-    ends = [int(sequence.filled[list(layers)].max()) + count for sequence, count in growth]
+    ends = [int(sequence.filled[layers.start]) + count for sequence, count in growth]
     state.require_tokens(
         sum(max(0, end - int(sequence.filled.max())) for (sequence, _), end in zip(growth, ends, strict=True))
     )
@@ -61,16 +62,19 @@ def begin(state: State, growth: list[tuple[Sequence, int]], tokens: dict[int, li
         counts=counts if layer is None else None,
         tokens=tokens,
         tick=state.residency.clock.tick,
+        layers=slice(layers.start, layers.stop),
     )
     state.residency.clock.tick += 1
+    held = []
     for (sequence, _), end in zip(growth, ends, strict=True):
         sequence.tick += 1
         _add_blocks(state, sequence, end)
-        for each in layers:
-            filled = int(sequence.filled[each])
-            if filled % config.page_size:
-                step.held.add((int(sequence.rows[filled // config.page_size]), each))
-    state.scorer.begin([one.part(0, len(one.rows)) for one, _ in growth], slice(layers.start, layers.stop))
+        # all layers of a step have had as much
+        filled = int(sequence.filled[layers.start])
+        if filled % config.page_size:
+            held.append(sequence.rows[filled // config.page_size])
+    step.held = np.array(held, np.int64)
+    state.scorer.begin([one.part(0, len(one.rows)) for one, _ in growth], step.layers)
     state.step = step
     return step
 
@@ -87,51 +91,81 @@ def _add_blocks(state: State, sequence: Sequence, tokens: int) -> None:
         sequence.view = np.concatenate([sequence.view, seen])
 
 
-def write(state: State, step: Step, sequence: Sequence, layer: int, keys: FloatArray, values: FloatArray) -> None:
-    """Write new tokens of one layer, [H, T, D], into pages; pages that fill are sealed and get their digest."""
+class _Wave(NamedTuple):
+    """New tokens whose new pages are in frames together.
+
+    rows, positions   new blocks, and which of its sequence each is; sequences: theirs
+    pieces            what goes where (see ports.Kernel.write)
+    full              rows that are full now; fresh: those of them that the step began
+    """
+
+    rows: IntArray
+    positions: IntArray
+    sequences: list[Sequence]
+    pieces: IntArray
+    full: IntArray
+    fresh: IntArray
+
+
+def write(state: State, step: Step, members: list[Member], layer: int, keys: States, values: States) -> None:
+    """Write new tokens of one layer, [H, T, D], sequence after sequence; full pages are sealed and get their digest."""
+    key = tuple((sequence.id, count, int(sequence.filled[layer])) for sequence, count in members)
+    waves = step.plans.get(key)
+    if waves is None:
+        waves = step.plans[key] = _waves(state, members, layer)
+    table, residency = state.table, state.residency
+    for wave in waves:
+        if wave.rows.size:
+            residency.place(wave.rows, layer)
+            ticks = np.array([state.attender.now(sequence) for sequence in wave.sequences])
+            state.scorer.born(wave.rows, layer, wave.positions, ticks)
+        place = Layer(residency.storage, table.frame, layer)
+        state.kernel.write(place, wave.pieces, keys, values, state.digest, wave.full)
+        if wave.full.size:
+            table.sealed[wave.full, layer] = True
+        if wave.fresh.size:
+            frames = table.frame[wave.fresh, layer].ravel().astype(np.int64)
+            state.pool.evictable[frames] = True
+            residency.storage.finish(frames)
+    for sequence, count in members:
+        sequence.filled[layer] += count
+
+
+def _waves(state: State, members: list[Member], layer: int) -> list[_Wave]:
+    """Cut what a layer gets so that no more new pages than a group has must be in frames at a time."""
     size = state.config.page_size
     most = max(1, state.group_pages // state.shape.kv_heads)
-    done, total = 0, keys.shape[1]
-    while done < total:
-        filled = int(sequence.filled[layer])
-        index, offset = divmod(filled, size)
-        left = total - done
-        if offset or left < size:
-            blocks, count = 1, min(size - offset, left)
-        else:
-            blocks = min(left // size, most)
-            count = blocks * size
-        rows = sequence.rows[index : index + blocks]
-        if offset:
-            frames = state.table.frame[rows, layer].astype(np.int64)
-        else:
-            frames = state.residency.place(rows, layer)
-            state.scorer.born(rows, layer, np.arange(index, index + blocks), state.attender.now(sequence))
-        chunk = slice(done, done + count)
-        _store(state, frames, offset, keys[:, chunk], values[:, chunk])
-        sequence.filled[layer] = filled + count
-        done += count
-        if (offset + count) % size == 0:
-            _seal(state, step, rows, layer, frames)
+    waves: list[_Wave] = []
+    pieces: list[tuple[int, int, int, int]] = []
+    opened: list[tuple[Sequence, int]] = []
 
+    def close_wave() -> None:
+        parts = np.array(pieces, np.int64)
+        ended = parts[parts[:, 1] + parts[:, 3] == size]
+        rows = np.array([sequence.rows[index] for sequence, index in opened], np.int64)
+        positions = np.array([index for _, index in opened], np.int64)
+        sequences = [sequence for sequence, _ in opened]
+        full, fresh = np.ascontiguousarray(ended[:, 0]), ended[ended[:, 1] == 0, 0]
+        waves.append(_Wave(rows, positions, sequences, parts, full, fresh))
+        pieces.clear()
+        opened.clear()
 
-def _store(state: State, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
-    """Keys and values [H, blocks * tokens, D] into frames [blocks, H]."""
-    dim = keys.shape[2]
-    # by head, as the numbers lie: where they are all of an array, nothing is copied on the way
-    pages, order = (frames.size, -1, dim), np.ascontiguousarray(frames.T).reshape(-1)
-    state.residency.storage.write(order, offset, keys.reshape(pages), values.reshape(pages))
-
-
-def _seal(state: State, step: Step, rows: IntArray, layer: int, frames: IntArray) -> None:
-    state.table.sealed[rows, layer] = True
-    if state.digest is not None:
-        # from the stored keys, not from those that came in: attention will see the rounded ones
-        keys, _ = state.residency.storage.read(frames.ravel())
-        state.digest.build(layer, rows, keys.reshape(*frames.shape, *keys.shape[1:]))
-    if (int(rows[0]), layer) not in step.held:
-        state.pool.evictable[frames.ravel()] = True
-        state.residency.storage.finish(frames.ravel())
+    token = 0
+    for sequence, count in members:
+        at = int(sequence.filled[layer])
+        end = at + count
+        while at < end:
+            index, offset = divmod(at, size)
+            tokens = min(size - offset, end - at)
+            if not offset:
+                if len(opened) == most:
+                    close_wave()
+                opened.append((sequence, index))
+            pieces.append((int(sequence.rows[index]), offset, token, tokens))
+            at += tokens
+            token += tokens
+    close_wave()
+    return waves
 
 
 def commit(state: State, step: Step) -> None:
@@ -147,10 +181,12 @@ def commit(state: State, step: Step) -> None:
                     f"commit: sequence {sequence.id} got no keys in layers {missing.tolist()}; "
                     "append to every layer first"
                 )
-    for row, layer in step.held:
-        if state.table.sealed[row, layer]:
-            frames = state.table.frame[row, layer].astype(np.int64)
-            frames = frames[frames != ABSENT]  # in discard mode a page may have been dropped since it filled
+    if step.held.size:
+        frames = state.table.frame[step.held, step.layers][state.table.sealed[step.held, step.layers]]
+        frames = frames[frames != ABSENT].astype(
+            np.int64
+        )  # in discard mode a page may have been dropped since it filled
+        if frames.size:
             state.pool.evictable[frames] = True
             state.residency.storage.finish(frames)
     for saved in step.saved:
@@ -187,9 +223,8 @@ def rollback(state: State, step: Step) -> None:
     In discard mode a sequence of which dropped pages had to be given up meanwhile cannot be put back: it is closed.
     """
     state.step = None
-    for row, layer in step.held:
-        # held pages never left the pool; those that filled are open again
-        state.table.sealed[row, layer] = False
+    # held pages never left the pool; those that filled are open again
+    state.table.sealed[step.held, step.layers] = False
     state.scorer.undo()
     for saved in step.saved:
         state.blocks.drop_all(saved.restore().tolist())

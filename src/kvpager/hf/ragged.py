@@ -17,7 +17,7 @@ from kvpager.hf.attention import HANDLE, NAME
 from kvpager.hf.eager import eager
 from kvpager.hf.handle import Forward
 from kvpager.hf.shape import architecture
-from kvpager.ports import FloatArray
+from kvpager.hf.step import attend_batch
 
 __all__ = ["RaggedRunner", "batch_length"]
 
@@ -117,16 +117,7 @@ class _RaggedForward(Forward):
         """Store one layer's keys and values of all sequences and attend: [1, tokens, query heads, head_dim]."""
         if self._pager.step is not self._mark:
             raise StepError("the pager was used elsewhere in the middle of this forward, which is undone")
-        states = (_numpy(query), _numpy(key), _numpy(value))
-        result = self._pager.attend_step(self.layer, *states, scale=scale, softcap=softcap)
-        output = torch.from_numpy(result).transpose(0, 1).unsqueeze(0)
-        return output.to(query.dtype) if query.is_cpu else output.to(query)
-
-
-def _numpy(states: torch.Tensor) -> FloatArray:
-    """The row's states, [heads, tokens, head_dim], as float32; a view where the dtype allows it."""
-    array: FloatArray = states[0].float().cpu().numpy()
-    return array
+        return attend_batch(self._pager, self.layer, query, key, value, scale=scale, softcap=softcap)
 
 
 class _RaggedCache(Cache):

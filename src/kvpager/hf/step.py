@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +13,16 @@ from kvpager.core.pager import Pager
 from kvpager.core.sequence import Sequence
 from kvpager.errors import InputError, StepError
 from kvpager.hf.handle import Forward
-from kvpager.ports import FloatArray
 
 if TYPE_CHECKING:
     from kvpager.hf.cache import PagerCache
 
-__all__ = ["BoolArray", "Row", "Step", "columns_of", "columns_seen", "rows_of", "taken_back"]
+__all__ = ["BoolArray", "Row", "Step", "attend_batch", "columns_of", "columns_seen", "rows_of", "taken_back"]
 
 BoolArray = npt.NDArray[np.bool_]
 # Which of a forward's columns are a row's real tokens: None for all of them.
 Where = slice | npt.NDArray[np.int64] | None
+_TAKEN = (torch.bfloat16, torch.float32, torch.float16)  # as they lie; others become float32
 
 
 class Row:
@@ -110,22 +110,61 @@ def rows_of(sequences: SequenceOf[Sequence], real: BoolArray | None, new: int) -
     return rows
 
 
-def _numpy(states: torch.Tensor, where: Where) -> FloatArray:
-    """One row's states, [heads, tokens, head_dim], as float32; a view where the dtype allows it."""
-    if where is not None:
-        states = states[:, where]
-    if states.dtype is not torch.float32:
-        states = states.float()
+def _tokens_of(rows: list[Row], columns: int) -> torch.Tensor:
+    """Where the rows' tokens are among all rows' columns, one row after the other."""
+    every = np.arange(columns)
+    parts = [row.index * columns + (every if row.where is None else every[row.where]) for row in rows]
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _numbers(states: torch.Tensor) -> npt.NDArray[Any]:
+    """States [1, heads, T, head_dim] as they lie, [heads, T, head_dim]: uint16 stands for bfloat16."""
     if states.requires_grad or not states.is_cpu:
         states = states.detach().cpu()
-    array: FloatArray = states.numpy()
+    states = states[0]
+    if states.dtype is torch.bfloat16:
+        states = states.view(torch.uint16)
+    elif states.dtype not in _TAKEN:
+        states = states.float()
+    array: npt.NDArray[Any] = states.numpy()
     return array
+
+
+def attend_batch(
+    pager: Pager,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One layer of the pager's open step with a model's own tensors: see :meth:`Pager.attend_step`.
+
+    query [1, query heads, T, D], key and value [1, KV heads, T, D]: T counts the step's tokens, sequence after sequence
+    in the order that `begin` was given; any strides, nothing is copied where channels lie side by side. Returns
+    [1, T, query heads, D], contiguous, in the query's dtype and on its device.
+    """
+    _, heads, tokens, channels = query.shape
+    here = query.dtype if query.dtype in _TAKEN else torch.float32
+    output = torch.empty((1, tokens, heads, channels), dtype=here)
+    pager.attend_step(
+        layer,
+        _numbers(query),
+        _numbers(key),
+        _numbers(value),
+        scale=scale,
+        softcap=softcap,
+        output=_numbers(output.transpose(1, 2)),
+    )
+    return output if query.is_cpu and here is query.dtype else output.to(query)
 
 
 class Step(Forward):
     """A PagerCache's forward that has begun."""
 
-    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_mark", "_pager", "_real", "_rows")
+    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_mark", "_pager", "_real", "_rows", "_tokens")
 
     def __init__(self, cache: PagerCache, batch: int, columns: int) -> None:
         super().__init__()
@@ -134,6 +173,7 @@ class Step(Forward):
         self._rows: list[Row] = []
         self._real: BoolArray | None = None
         self._alone = False
+        self._tokens: torch.Tensor | None = None  # the real ones among batch x columns, or None for all
         self._mark: object | None = None  # the pager's step, while it is open
 
     @property
@@ -180,7 +220,9 @@ class Step(Forward):
         if self._real is not None and past:
             cache.take_back(self._real[:, :past])
         self._rows = rows_of(cache.sequences, self._real, self._columns)
-        self._alone = self._batch == 1 and len(self._rows) == 1 and self._rows[0].where is None
+        padded = len(self._rows) < self._batch or any(row.where is not None for row in self._rows)
+        self._alone = self._batch == 1 and not padded
+        self._tokens = _tokens_of(self._rows, self._columns) if padded else None
         if self._rows:
             self._pager.begin([row.sequence for row in self._rows], [row.count for row in self._rows])
             self._mark = self._pager.step
@@ -199,23 +241,27 @@ class Step(Forward):
     def _alone_attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None
     ) -> torch.Tensor:
-        """A batch of one without padding: nothing is gathered, nothing is copied twice."""
-        sequence, layer = self._rows[0].sequence, self.layer
-        self._pager.append(sequence, layer, _numpy(key[0], None), _numpy(value[0], None))
-        result = self._pager.attend(sequence, layer, _numpy(query[0], None), scale=scale, softcap=softcap)
-        output = torch.from_numpy(result.output).transpose(0, 1).unsqueeze(0)
-        return output.to(query.dtype) if query.is_cpu else output.to(query)
+        """A batch of one without padding: nothing is gathered."""
+        return attend_batch(self._pager, self.layer, query, key, value, scale=scale, softcap=softcap)
 
     def _rows_attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None
     ) -> torch.Tensor:
+        """Rows side by side, without their padding."""
         batch, heads, columns, channels = query.shape
-        output = query.new_zeros((batch, columns, heads, channels))
-        for row in self._rows:
-            index, where = row.index, row.where
-            self._pager.append(row.sequence, self.layer, _numpy(key[index], where), _numpy(value[index], where))
-            queries = _numpy(query[index], where)
-            result = self._pager.attend(row.sequence, self.layer, queries, scale=scale, softcap=softcap)
-            states = torch.from_numpy(result.output).transpose(0, 1).to(output)
-            output[index, slice(None) if where is None else where] = states
-        return output
+        if not self._rows:
+            return query.new_zeros((batch, columns, heads, channels))
+        tokens = self._tokens
+
+        def ragged(states: torch.Tensor) -> torch.Tensor:
+            rows = states.transpose(0, 1).reshape(states.shape[1], -1, channels)
+            return (rows if tokens is None else rows[:, tokens]).unsqueeze(0)
+
+        result = attend_batch(
+            self._pager, self.layer, ragged(query), ragged(key), ragged(value), scale=scale, softcap=softcap
+        )
+        if tokens is None:
+            return result.view(batch, columns, heads, channels)
+        output = query.new_zeros((batch * columns, heads, channels))
+        output[tokens] = result[0]
+        return output.view(batch, columns, heads, channels)

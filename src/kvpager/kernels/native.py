@@ -8,15 +8,16 @@ the same groups of pages give the same bits wherever the pages lie.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpager import _native
 from kvpager.config import KVShape
 from kvpager.errors import InputError
-from kvpager.kernels import native_digest
+from kvpager.kernels import batch, native_digest
 from kvpager.kernels.native_digest import NativeDigest
 from kvpager.kernels.native_storage import NativeStorage
 from kvpager.ports import (
+    Batch,
+    BatchResult,
     Digest,
     FloatArray,
     FrameStorage,
@@ -25,11 +26,10 @@ from kvpager.ports import (
     Masses,
     PageList,
     Partial,
-    PlacedPages,
-    ResidentChoice,
-    Room,
     Settled,
+    States,
     TileQuery,
+    Tiles,
 )
 
 __all__ = ["NativeKernel", "attend_group", "serves"]
@@ -42,18 +42,10 @@ def serves(shape: KVShape) -> bool:
     return shape.head_dim % 8 == 0 and shape.head_dim <= MOST_HEAD_DIM
 
 
-NO_PAGES = (np.empty(0, np.int64),) * 4
-
-
 def _frames(storage: FrameStorage) -> _native.Frames:
     if not isinstance(storage, NativeStorage):
         raise InputError(f"storage: {type(storage).__name__} is not the native kernel's own")
     return storage.native
-
-
-def _place(layer: Layer) -> tuple[_native.Frames, npt.NDArray[np.int32], int]:
-    """The frames, the page table in one line, and where in it the layer's pages of a block start."""
-    return _frames(layer.storage), layer.table.reshape(-1), layer.layer * layer.table.shape[2]
 
 
 def attend_group(storage: FrameStorage, tile: TileQuery, pages: PageList, page_lse: FloatArray | None) -> Partial:
@@ -86,6 +78,58 @@ def attend_group(storage: FrameStorage, tile: TileQuery, pages: PageList, page_l
     return Partial(output, lse, page_lse)
 
 
+class NativeBatch:
+    """The attention of a call's tiles in one layer (:class:`kvpager.ports.Batch`), in one native call or a few."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        tiles: Tiles,
+        queries: States,
+        scale: float,
+        softcap: float | None,
+        digest: NativeDigest | None,
+        output: States,
+    ) -> None:
+        prepared = tiles.prepared
+        if prepared is None:
+            prepared = tiles.prepared = _prepared(tiles, layer.table.shape, digest)
+        pages, count = prepared.pages, len(tiles.fields)
+        self._offsets, self._missed = np.empty(count + 1, np.int64), np.empty(count, np.float32)
+        self._pages = np.empty((3, pages), np.int64)
+        self._recalled, self._masses = np.empty(pages, np.bool_), np.empty((4, pages), np.float32)
+        self._ratios = np.empty(prepared.ratios, np.float32)
+        rows, heads, blocks = self._pages
+        results = (self._offsets, rows, heads, blocks, self._recalled, self._masses, self._ratios, self._missed)
+        store = None if digest is None else digest.store
+        table, frames = layer.table.reshape(-1), _frames(layer.storage)
+        self.advance = _native.Batch(
+            prepared, frames, table, layer.layer, store, queries, scale, softcap or 0.0, output, results
+        ).advance
+
+    def result(self) -> BatchResult:
+        """What the tiles gave, in their order."""
+        offsets = self._offsets.tolist()
+        count = offsets[-1]  # scores beyond float32 choose fewer pages than there is room for
+        rows, heads, blocks = self._pages[:, :count]
+        masses = Masses(*self._masses[:, :count])
+        return BatchResult(
+            offsets, rows, heads, blocks, self._recalled[:count], masses, self._ratios, self._missed.tolist()
+        )
+
+
+def _prepared(tiles: Tiles, table: tuple[int, ...], digest: NativeDigest | None) -> _native.Tiles:
+    room = tiles.room
+    budget = (-1, 0, 0, 1)
+    if room is not None and digest is not None:
+        budget = (room.pages, room.sinks, room.recent, digest.sample)
+    window = tiles.window or 0
+    _, layers, heads = table
+    return _native.Tiles(
+        tiles.rows, tiles.fields, tiles.given, layers, heads, tiles.page_size, tiles.group_pages, window, budget
+    )
+
+
 class NativeKernel:
     """Kernel over NativeStorage: any grouping of heads, head_dim a multiple of 8 up to 256, windows, soft-capping."""
 
@@ -115,82 +159,39 @@ class NativeKernel:
         _native.settle(arrays, np.ascontiguousarray(heads), kv_heads, output, masses)
         return Settled(output, Masses(masses[0], masses[1], masses[2], masses[3]))
 
-    def attend_resident(
-        self, layer: Layer, tile: TileQuery, own: PlacedPages, past: PlacedPages | None
-    ) -> Settled | None:
-        """`attend` to all groups of a tile's own and past pages, and `settle`, in one call, to the same bits.
+    def within(self, states: States, most: float) -> bool:
+        """Whether all numbers are in -most..most; NaN is not."""
+        return _native.within(states, most)
 
-        None where a page is absent.
+    def write(
+        self, layer: Layer, pieces: IntArray, keys: States, values: States, digest: Digest | None, full: IntArray
+    ) -> None:
+        """Store new tokens in the pages of all heads and summarise full pages, in one call."""
+        if digest is not None and not isinstance(digest, NativeDigest):
+            batch.write(layer, pieces, keys, values, digest, full)
+            return
+        _, layers, heads = layer.table.shape
+        store = None if digest is None else digest.store
+        frames, table = _frames(layer.storage), layer.table.reshape(-1)
+        _native.write_tokens(frames, table, layer.layer, layers, heads, pieces, keys, values, store, full)
+
+    def batch(
+        self,
+        layer: Layer,
+        tiles: Tiles,
+        queries: States,
+        scale: float,
+        softcap: float | None,
+        digest: Digest | None,
+        output: States,
+    ) -> Batch:
+        """The attention of tiles, side by side; with digests that are not compiled, one after the other.
+
+        Raises InputError for another kernel's storage, ValueError for arrays of the wrong shape or out of range.
         """
-        queries = np.ascontiguousarray(tile.queries, np.float32)
-        output = np.empty_like(queries)
-        masses = np.empty((4, len(own.heads) + (0 if past is None else len(past.heads))), np.float32)
-        done = _native.attend_tile(
-            *_place(layer),
-            (own.flat, own.heads, own.starts, own.counts),
-            NO_PAGES if past is None else (past.flat, past.heads, past.starts, past.counts),
-            layer.group_pages,
-            layer.table.shape[2],
-            queries,
-            tile.start,
-            tile.scale,
-            tile.window or 0,
-            tile.softcap or 0.0,
-            output,
-            masses,
-        )
-        return Settled(output, Masses(*masses)) if done else None
-
-    def choose_resident(
-        self, layer: Layer, tile: TileQuery, own: PlacedPages, digest: Digest, rows: IntArray, room: Room
-    ) -> ResidentChoice | None:
-        """As `attend_resident`, the past pages being chosen among those of rows [n] as Digest.choose does.
-
-        None where one of its own pages is absent, or where it can't be done in one call: with digests that are not
-        compiled, more own pages than a group holds, room for all candidates, or scores beyond float32.
-        """
-        n, heads = len(rows), layer.table.shape[2]
-        sinks = room.leading(n)
-        if (
-            not isinstance(digest, NativeDigest)
-            or len(own.heads) > layer.group_pages
-            or not sinks + room.recent <= room.pages < n
-        ):
-            return None
-        queries = np.ascontiguousarray(tile.queries, np.float32)
-        output = np.empty_like(queries)
-        count = room.pages * heads
-        masses = np.empty((4, len(own.heads) + count), np.float32)
-        chosen, ratio = np.empty((2, count), np.int64), np.empty((heads, n), np.float32)
-        outcome, missed = _native.choose_tile(
-            *_place(layer),
-            (own.flat, own.heads, own.starts, own.counts),
-            layer.group_pages,
-            heads,
-            queries,
-            tile.start,
-            tile.scale,
-            tile.window or 0,
-            tile.softcap or 0.0,
-            digest.store,
-            layer.layer,
-            rows,
-            room.first_block,
-            layer.table.shape[1] * heads,
-            digest.sample,
-            room.pages,
-            sinks,
-            room.recent,
-            output,
-            masses,
-            chosen[0],
-            chosen[1],
-            ratio,
-        )
-        if outcome == 0:
-            return None
-        settled = Settled(output, Masses(*masses)) if outcome == 2 else None
-        return ResidentChoice(settled, chosen[0], chosen[1], ratio, missed)
+        if digest is not None and not isinstance(digest, NativeDigest):
+            return batch.PlainBatch(self, layer, tiles, queries, scale, softcap, digest, output)
+        return NativeBatch(layer, tiles, queries, scale, softcap, digest, output)
 
     def digest(
         self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int

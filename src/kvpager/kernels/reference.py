@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape
+from kvpager.kernels import batch
 from kvpager.kernels.coded import CodedStorage
+from kvpager.kernels.numbers import merge, narrowed, widened
 from kvpager.ports import (
     WINDOW,
+    Batch,
     BoolArray,
     Digest,
     FloatArray,
@@ -23,10 +26,10 @@ from kvpager.ports import (
     Masses,
     PageList,
     Partial,
-    PlacedPages,
-    Room,
     Settled,
+    States,
     TileQuery,
+    Tiles,
 )
 
 __all__ = ["ReferenceKernel", "ReferenceStorage", "masses", "merge", "token_scores"]
@@ -56,28 +59,6 @@ def token_scores(queries: FloatArray, keys: FloatArray, scale: float | None = No
     return scores.reshape(heads, tokens, count)
 
 
-def merge(parts: list[Partial]) -> tuple[FloatArray, FloatArray]:
-    """Join the attention of several groups of pages by their log-sum-exp, in the order given.
-
-    Returns the output, float32 [H * G, T, D], and the log-sum-exp over all groups, float32 [H * G, T]
-    (-inf and zeros where no key was visible).
-    """
-    if len(parts) == 1:
-        return parts[0].output, parts[0].lse
-    stacked = np.stack([part.lse for part in parts])
-    top = stacked.max(axis=0)
-    safe = np.where(np.isfinite(top), top, np.float32(0))
-    weights = np.exp(stacked - safe)
-    total = weights.sum(axis=0)
-    with np.errstate(divide="ignore"):
-        lse = safe + np.log(total)
-    weights /= np.where(total > 0, total, np.float32(1))
-    output = parts[0].output * weights[0][..., None]
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        output += part.output * weight[..., None]
-    return output, lse
-
-
 def masses(mass: FloatArray) -> Masses:
     """What is kept of the mass that each query gave to each page, float32 [n, G, T]."""
     by_query = mass.mean(axis=1)
@@ -97,7 +78,6 @@ class ReferenceStorage:
 
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
         stored = _STORED[shape.dtype]
-        self._bf16 = shape.dtype == "bfloat16"
         self._dims = (page_size, shape.head_dim)
         width = page_size * shape.head_dim
         # zeros, not empty: the system hands out zeroed memory lazily, and no slot can hold a stray NaN
@@ -112,21 +92,14 @@ class ReferenceStorage:
         size, dim = self._dims
         stop = offset + keys.shape[1]
         for held, new in ((self._keys, keys), (self._values, values)):
-            held.reshape(-1, size, dim)[frames, offset:stop] = _to_bf16(new) if self._bf16 else new
+            held.reshape(-1, size, dim)[frames, offset:stop] = narrowed(new, self._keys.dtype)
 
     def read(self, frames: IntArray, counts: IntArray | None = None) -> tuple[FloatArray, FloatArray]:
         """Keys and values of whole pages, float32 [n, P, D] each; `counts` changes nothing."""
         return self._gather(self._keys, frames), self._gather(self._values, frames)
 
     def _gather(self, held: npt.NDArray[np.generic], frames: IntArray) -> FloatArray:
-        taken = np.take(held, frames, axis=0)
-        if self._bf16:
-            wide = taken.astype(np.uint32)
-            wide <<= 16
-            plain = wide.view(np.float32)
-        else:
-            plain = taken.astype(np.float32, copy=False)
-        return plain.reshape(-1, *self._dims)
+        return widened(np.take(held, frames, axis=0)).reshape(-1, *self._dims)
 
     def load(self, frames: IntArray, pages: Bytes) -> None:
         """Fill frames from stored bytes, uint8 [n, page_bytes]."""
@@ -157,12 +130,6 @@ class ReferenceStorage:
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Frames hold these pages again, uint8 [n, page_bytes]."""
         self.load(frames, pieces)
-
-
-def _to_bf16(plain: FloatArray) -> npt.NDArray[np.uint16]:
-    bits = np.ascontiguousarray(plain, np.float32).view(np.uint32)
-    rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
-    return (rounded >> 16).astype(np.uint16)
 
 
 class ReferenceKernel:
@@ -212,13 +179,28 @@ class ReferenceKernel:
         mass = np.exp(page_lse - lse.reshape(-1, group, tokens)[heads])
         return Settled(output, masses(mass))
 
-    def attend_resident(self, layer: Layer, tile: TileQuery, own: PlacedPages, past: PlacedPages | None) -> None:
-        """None: there is no such call."""
+    def within(self, states: States, most: float) -> bool:
+        """Whether all numbers are in -most..most; NaN is not."""
+        return batch.within(states, most)
 
-    def choose_resident(
-        self, layer: Layer, tile: TileQuery, own: PlacedPages, digest: Digest, rows: IntArray, room: Room
+    def write(
+        self, layer: Layer, pieces: IntArray, keys: States, values: States, digest: Digest | None, full: IntArray
     ) -> None:
-        """None: there is no such call."""
+        """Store new tokens in the pages of all heads and summarise full pages."""
+        batch.write(layer, pieces, keys, values, digest, full)
+
+    def batch(
+        self,
+        layer: Layer,
+        tiles: Tiles,
+        queries: States,
+        scale: float,
+        softcap: float | None,
+        digest: Digest | None,
+        output: States,
+    ) -> Batch:
+        """The attention of tiles, one after the other."""
+        return batch.PlainBatch(self, layer, tiles, queries, scale, softcap, digest, output)
 
     def digest(self, kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int) -> None:
         """None: the core's own digests serve."""

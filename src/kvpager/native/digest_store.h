@@ -143,13 +143,25 @@ class DigestStore {
   // As above with all but `layer` and `scratch` of the choice filled in and checked, its rows excepted. Without the GIL.
   void choose_into(int layer, DigestChoice& choice) {
     std::lock_guard lock(mutex_);
+    choose_held(layer, choice, scratch_);
+  }
+  // For several threads at once, each with scratch of its own, while one holds the store.
+  std::unique_lock<std::mutex> hold() { return std::unique_lock(mutex_); }
+  void choose_held(int layer, DigestChoice& choice, Scratch& scratch) const {
     check(layer, choice.rows, choice.pages);
     choice.layer = view(layer);
     const DigestTable& kernel = digest();
     const Looks looks{choice.tokens, choice.sample, choice.group};
-    choice.scratch = scratch_.hold(kernel.scratch(shape_, choice.pages, looks.total()));
+    choice.scratch = scratch.hold(kernel.scratch(shape_, choice.pages, looks.total()));
     kernel.choose(choice);
-    scratch_.trim();
+    scratch.trim();
+  }
+
+  // As the other, from keys that the caller has checked. Without the GIL.
+  void build_from(int layer, const int64_t* rows, const float* keys, int64_t count) {
+    std::lock_guard lock(mutex_);
+    check(layer, rows, count);
+    digest().build(shape_, view(layer), rows, keys, count);
   }
 
   const DigestShape& shape() const { return shape_; }

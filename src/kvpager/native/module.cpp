@@ -22,7 +22,7 @@ void bind_digest(nb::module_& module);
 void bind_layer(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_swap(nb::module_& module);
-void bind_tile(nb::module_& module);
+void bind_batch(nb::module_& module);
 
 namespace {
 
@@ -81,7 +81,7 @@ NB_MODULE(_native, module) {
   bind_layer(module);
   bind_linear(module);
   bind_swap(module);
-  bind_tile(module);
+  bind_batch(module);
 }
 
 }  // namespace kvpager

@@ -330,7 +330,55 @@ void dump(const FrameView& view, const int64_t* frames, uint8_t* bytes, int64_t 
             [&](int64_t i) { std::memcpy(bytes + i * size, view.frames + frames[i] * size, size); });
 }
 
-constexpr PagesTable kTable{write, read, copy, load_pages, dump};
+void widen(DType dtype, const void* from, float* to, int64_t count) {
+  const auto* items = static_cast<const uint16_t*>(from);
+  switch (dtype) {
+    case DType::float32: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count)); break;
+    case DType::float16: {
+      int64_t i = 0;
+      for (; i + 16 <= count; i += 16) store(to + i, widen_f16(load<u16x16>(items + i)));
+      for (; i < count; ++i) to[i] = Plain16::widen(items[i]);
+      break;
+    }
+    default:
+      for (int64_t i = 0; i < count; ++i) to[i] = bf16_to_float(items[i]);
+  }
+}
+
+void narrow(DType dtype, const float* from, void* to, int64_t count) {
+  switch (dtype) {
+    case DType::float32: Plain32::narrow(from, static_cast<float*>(to), count); break;
+    case DType::float16: Plain16::narrow(from, static_cast<uint16_t*>(to), count); break;
+    default: Brain16::narrow(from, static_cast<uint16_t*>(to), count);
+  }
+}
+
+// Finite numbers are ordered as their bits are, NaN and infinity beyond them.
+template <class Item>
+Item largest_bits(const void* row, int64_t count) {
+  const auto* items = static_cast<const Item*>(row);
+  constexpr Item kSize = static_cast<Item>(~Item{0}) >> 1;
+  Item most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Item size = items[i] & kSize;
+    most = size > most ? size : most;
+  }
+  return most;
+}
+
+bool within(DType dtype, const void* row, int64_t count, float most) {
+  float largest;
+  if (dtype == DType::float32) {
+    const uint32_t bits = largest_bits<uint32_t>(row, count);
+    std::memcpy(&largest, &bits, sizeof largest);
+  } else {
+    const uint16_t bits = largest_bits<uint16_t>(row, count);
+    largest = dtype == DType::float16 ? Plain16::widen(bits) : bf16_to_float(bits);
+  }
+  return largest <= most;
+}
+
+constexpr PagesTable kTable{write, read, copy, load_pages, dump, widen, narrow, within};
 
 }  // namespace
 
