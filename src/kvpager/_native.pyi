@@ -27,6 +27,8 @@ class Frames:
     def page_bytes(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def memory(self) -> Bytes: ...
     def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None: ...
     def read(self, frames: IntArray, counts: IntArray | None, keys: FloatArray, values: FloatArray) -> None: ...
     def load(self, frames: IntArray, pages: Bytes) -> None: ...
@@ -57,6 +59,18 @@ def settle(
     kv_heads: int,
     output: FloatArray | None,
     masses: FloatArray,
+) -> None: ...
+
+# bind_swap.cpp
+def copy_pages(
+    slabs: IntArray,
+    starts: IntArray,
+    capacity: int,
+    slots: IntArray,
+    memory: Bytes,
+    rows: IntArray,
+    to_slots: bool,
+    sums: IntArray,
 ) -> None: ...
 
 # digests

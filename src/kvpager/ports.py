@@ -51,7 +51,12 @@ class FrameStorage(Protocol):
     """The bytes behind the pool's frames, in a layout that belongs to the kernel.
 
     Some dtypes can code a page only when it is full; such storage holds open pages beside the frames.
+
+    memory  uint8 [frames, page_bytes], the frames themselves where they lie so that a full page's row is what `dump`
+            gives and `load` takes, and may be read and written in its place; None where they don't
     """
+
+    memory: Bytes | None
 
     @property
     def page_bytes(self) -> int:
@@ -296,11 +301,15 @@ class Swap(Protocol):
     def table_bytes(self) -> int:
         """Bytes of its own books in memory."""
 
-    def write(self, pages: Bytes) -> IntArray:
-        """Store pages, uint8 [n, page_bytes]; returns their slots [n]."""
+    def write(self, pages: Bytes, rows: IntArray | None = None) -> IntArray:
+        """Store pages, uint8 [n, page_bytes], or so many rows of them; returns their slots [n]."""
 
-    def read(self, slots: IntArray) -> Bytes:
-        """The pages of slots, uint8 [n, page_bytes]."""
+    def read(self, slots: IntArray, into: Bytes | None = None, rows: IntArray | None = None) -> Bytes:
+        """The pages of slots, uint8 [n, page_bytes].
+
+        With `into`, uint8 [N, page_bytes], they are copied to its `rows` [n] instead, and it is returned; where
+        PageLost is raised these rows may have been overwritten.
+        """
 
     def free(self, slots: IntArray) -> None:
         """Give slots back."""

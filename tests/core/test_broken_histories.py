@@ -16,15 +16,15 @@ class Unreliable(MemorySwap):
     risk = 0.0
     rng: np.random.Generator
 
-    def write(self, pages):
+    def write(self, pages, rows=None):
         if self.rng.random() < self.risk:
             raise SwapError("not written")
-        return super().write(pages)
+        return super().write(pages, rows)
 
-    def read(self, slots):
+    def read(self, slots, into=None, rows=None):
         if self.rng.random() < self.risk:
             raise PageLost("not read")
-        return super().read(slots)
+        return super().read(slots, into, rows)
 
 
 class History:

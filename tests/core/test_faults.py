@@ -16,15 +16,15 @@ class FailingSwap(MemorySwap):
     fail_writes = False
     lose = False
 
-    def write(self, pages):
+    def write(self, pages, rows=None):
         if self.fail_writes:
             raise SwapError("the disk is on fire")
-        return super().write(pages)
+        return super().write(pages, rows)
 
-    def read(self, slots):
+    def read(self, slots, into=None, rows=None):
         if self.lose:
             raise PageLost(f"slot {int(slots[0])}: gone")
-        return super().read(slots)
+        return super().read(slots, into, rows)
 
 
 def rig_over(swap, pool=24, **config):
@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_swap_is_a_lost_page_not_a_wrong_answer(tmp_path):
     absent = (state.table.frame[sequence.rows, 1] == ABSENT) & (slots != ABSENT)
     block, head = (int(index) for index in np.argwhere(absent)[0])
     slot = int(slots[block, head]) // 2  # the file's are the even ones
-    state.swap._parts[0]._slabs[0][slot, 100] ^= 1
+    state.swap._parts[0]._slabs.arrays[0][slot, 100] ^= 1
     with pytest.raises(PageLost, match=f"slots {slot} differ"):
         rig.pager.read(sequence, 1)
     with pytest.raises(PageLost):

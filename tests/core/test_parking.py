@@ -227,17 +227,17 @@ class FailingSwap(MemorySwap):
     left = None  # writes that still succeed
     lose = False
 
-    def write(self, pages):
+    def write(self, pages, rows=None):
         if self.left is not None:
             if not self.left:
                 raise SwapError("the disk is on fire")
             self.left -= 1
-        return super().write(pages)
+        return super().write(pages, rows)
 
-    def read(self, slots):
+    def read(self, slots, into=None, rows=None):
         if self.lose:
             raise PageLost(f"slot {int(slots[0])}: gone")
-        return super().read(slots)
+        return super().read(slots, into, rows)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])

@@ -16,17 +16,17 @@ class Breakable(MemorySwap):
 
     writes_left = reads_left = 10**9
 
-    def read(self, slots):
+    def read(self, slots, into=None, rows=None):
         self.reads_left -= 1
         if self.reads_left < 0:
             raise PageLost("gone")
-        return super().read(slots)
+        return super().read(slots, into, rows)
 
-    def write(self, pages):
+    def write(self, pages, rows=None):
         self.writes_left -= 1
         if self.writes_left < 0:
             raise SwapError("the disk is on fire")
-        return super().write(pages)
+        return super().write(pages, rows)
 
 
 def random(heads, tokens, seed=0, dim=8):

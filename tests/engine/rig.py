@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from hf import tiny
 from kvpager import PagerConfig
 from kvpager.engine.engine import Engine, EngineConfig
 from kvpager.engine.outputs import Output
 from kvpager.engine.params import SamplingParams
 from kvpager.models import LoadedModel
-from small_llm import tokenizer
+from tests.hf import tiny
+from tests.small_llm import tokenizer
 
 SMALL = PagerConfig(pool=4096, group_pages=4)
 

@@ -72,7 +72,7 @@ def test_answers_hold_nothing_of_other_requests() -> None:  # BUGS.md, G19
 
 
 class Histories(RuleBasedStateMachine):
-    """Requests come, go, are aborted and run out of time on a pool that is nearly too small; each prompt is one of few."""
+    """Requests come, go, are aborted and run out of time on a pool nearly too small; each prompt is one of few."""
 
     config: PagerConfig = PagerConfig(pool=28, group_pages=4, prefix_tokens=64)
 
@@ -134,7 +134,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestHistories.settings = settings(max_examples=8, stateful_step_count=16, deadline=None)
 TestHistories = pytest.mark.promise(3)(TestHistories)
 
 

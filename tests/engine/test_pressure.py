@@ -158,12 +158,12 @@ class _Damaged:
         self.rows: set[int] = set()
         swap.read = self  # type: ignore[method-assign]
 
-    def __call__(self, slots: Any) -> Any:
+    def __call__(self, slots: Any, *into: Any) -> Any:
         if self.left:
             self.left -= 1
             bad = np.asarray(slots)[self.which : self.which + 1].tolist()
             raise PageLost(f"swap slots {bad} differ from what was written (checksum)", bad)
-        return self.read(slots)
+        return self.read(slots, *into)
 
 
 @pytest.mark.promise(4)

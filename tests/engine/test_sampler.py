@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from kvpager.errors import SampleError
 
 V = 1000
 END = 2
+UNIFORM = [0.0, 0.1, 0.37, 0.9, 0.999, 1 - 2**-53]
 
 
 def state(prompt: Sequence[int] = (), output: Sequence[int] = (), choice: int = 0, **params: Any) -> SampleState:
@@ -77,6 +79,7 @@ def test_temperature_zero_takes_the_likeliest_and_of_equals_the_first() -> None:
 @settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
+    few=st.sampled_from([0, 2048]),
     spread=st.sampled_from([0.01, 1.0, 3.0, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     temperature=st.sampled_from([0.01, 0.3, 1.0, 2.5, 100.0]),
@@ -85,20 +88,21 @@ def test_temperature_zero_takes_the_likeliest_and_of_equals_the_first() -> None:
     min_p=st.sampled_from([0.0, 1e-9, 0.01, 0.5, 1.0]),
 )
 def test_draws_are_from_exactly_what_a_full_sort_keeps(
-    seed: int, spread: float, dtype: torch.dtype, temperature: float, top_k: int, top_p: float, min_p: float
+    seed: int, few: int, spread: float, dtype: torch.dtype, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = random_logits(1, seed=seed, spread=spread)[0].to(dtype).float().numpy()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = reference(logits, params)
-    best = float(logits.max())
-    for uniform in [0.0, 0.1, 0.37, 0.9, 0.999, 1 - 2**-53]:
-        token = module.draw(logits, best, params, uniform)
-        assert expected[token] > 0
-    if params.top_k or params.top_p < 1 or params.min_p:
-        ids, weights = module._kept((logits - logits.max()) / np.float32(temperature), params)
-        kept = np.zeros(V)
-        kept[ids] = weights / weights.sum()
-        np.testing.assert_allclose(kept, expected, rtol=1e-5, atol=1e-12)
+    scaled = (logits - logits.max()) / np.float32(temperature)
+    weights = np.exp(scaled)
+    with patch.object(module, "FEW", few):  # with and without a sort of all candidates
+        kept = module._kept(scaled, weights, params)
+        tokens = [module.draw(logits, float(logits.max()), params, uniform) for uniform in UNIFORM]
+    left = np.zeros(V, bool)
+    left[slice(None) if kept is None else kept] = True
+    np.testing.assert_array_equal(left & (weights > 0), (expected > 0) & (weights > 0))
+    assert (expected[tokens] > 0).all()
+    assert tokens == sorted(tokens)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.85}, {"top_k": 3}, {"min_p": 0.3}, {"temperature": 0.5}])
@@ -268,7 +272,7 @@ def test_log_probabilities_are_the_models_own() -> None:
 def test_the_likeliest_are_as_of_a_full_sort(spread: float, count: int) -> None:
     row = random_logits(1, spread=spread)[0].bfloat16().float().numpy()
     expected = np.argsort(-row, kind="stable")[:count]
-    np.testing.assert_array_equal(module.leading(row, float(row.max()), count)[:count], expected)
+    np.testing.assert_array_equal(module.leading(row, float(row.max()), count), expected)
 
 
 def test_log_probabilities_of_a_prompt() -> None:

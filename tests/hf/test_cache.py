@@ -255,11 +255,11 @@ def test_a_lost_page_raises_and_the_step_is_undone(failing: int) -> None:
     class Flaky(MemorySwap):
         reads = -1000
 
-        def read(self, slots: IntArray) -> npt.NDArray[np.uint8]:
+        def read(self, slots: IntArray, *into: Any) -> npt.NDArray[np.uint8]:
             self.reads += 1
             if self.reads == failing:
                 raise PageLost("slot 3: checksum differs")
-            return super().read(slots)
+            return super().read(slots, *into)
 
     model, own = tiny.pair("llama")
     shape = kv_shape(model.config)

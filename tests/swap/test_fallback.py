@@ -12,10 +12,10 @@ from kvpager.swap import FallbackSwap, MemorySwap, open_swap
 class Failing(MemorySwap):
     failing = False
 
-    def write(self, pages: np.ndarray) -> np.ndarray:
+    def write(self, pages: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         if self.failing:
             raise SwapError("no space left on device")
-        return super().write(pages)
+        return super().write(pages, rows)
 
 
 def some_pages(count: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from kvpager.core.pagetable import ABSENT, PageTable
 from kvpager.core.policies import Policy
 from kvpager.core.pool import FramePool
 from kvpager.core.scorer import AttentionScorer
+from kvpager.core.victims import Clock, Victims
 from kvpager.errors import PageLost, SwapError
 from kvpager.ports import FrameStorage, IntArray, Swap
 
@@ -35,15 +36,6 @@ class Counters:
     prefix_tokens_hit: int = 0
     coverage_sum: float = 0.0
     most_tokens: int = 0
-
-
-@dataclass
-class Clock:
-    """Where a pager is in time: the tick, the layer that runs, and whether that layer has more tiles to run."""
-
-    tick: int = 0
-    layer: int = 0
-    again: bool = False
 
 
 class Residency:
@@ -71,10 +63,15 @@ class Residency:
         self.clock = Clock()
         self.counters = Counters()
         self._heads = np.arange(table.heads)
-        self._rng = np.random.default_rng(config.seed)
+        self._victims = Victims(pool, table, policy, scorer, self.clock, config.seed)
         self._give_up, self._reclaim = give_up, reclaim
         # below this many free frames, new pages are written to swap as they fill, once anything had to leave
         self._watermark = pool.frames // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool's books, and of the order in which pages are to leave."""
+        return self.pool.nbytes + self._victims.nbytes
 
     def place(self, rows: IntArray, layer: int) -> IntArray:
         """Frames for the new pages of all heads of `rows` in `layer`: int64 [n, H], not evictable yet.
@@ -90,7 +87,7 @@ class Residency:
         """Bring pages (flat indices, [n]) into the pool: their frames, and the indices of those that were absent.
 
         They stay there until the next call that needs room. Raises PageLost, PoolExhausted or SwapError with nothing
-        changed.
+        brought in; pages that made way for them stay readable in swap.
         """
         frames = self.table.frame.reshape(-1)[flat].astype(np.int64)
         absent = (frames == ABSENT).nonzero()[0]
@@ -106,19 +103,23 @@ class Residency:
         table, pool = self.table, self.pool
         slots = table.slot.reshape(-1)[flat].astype(np.int64)
         assert (slots != ABSENT).all(), "a page is neither in the pool nor in swap"
-        try:
-            pages = self.swap.read(slots)
-        except PageLost as error:
-            # a swap that doesn't say which slots: any of these pages may be the one
-            gone = flat[np.isin(slots, error.slots)] if error.slots else flat
-            error.rows = tuple(np.unique(gone // (table.layers * table.heads)).tolist())
-            raise
         pool.pinned[needed] = True
         try:
             taken = pool.allocate(flat, self.make_room)
         finally:
             pool.pinned[needed] = False
-        self.storage.load(taken, pages)
+        try:
+            if self.storage.memory is None:
+                self.storage.load(taken, self.swap.read(slots))
+            else:
+                self.swap.read(slots, self.storage.memory, taken)
+        except BaseException as error:
+            pool.free(taken)
+            if isinstance(error, PageLost):
+                # a swap that doesn't say which slots: any of these pages may be the one
+                gone = flat[np.isin(slots, error.slots)] if error.slots else flat
+                error.rows = tuple(np.unique(gone // (table.layers * table.heads)).tolist())
+            raise
         table.frame.reshape(-1)[flat] = taken
         pool.evictable[taken] = True
         self.counters.recalls += len(taken)
@@ -143,31 +144,18 @@ class Residency:
             return
         wanted = self.pool.free_count + count
         while (short := wanted - self.pool.free_count) > 0:
-            frames = self._least(self.pool.victims(), short)
+            frames = self._victims.least(short)
             try:
                 self._write(frames)
             except SwapError:
                 victims = self.pool.victims()
-                frames = self._least(victims[self._clean(victims)], short)
+                frames = self._victims.among(victims[self._clean(victims)], short)
                 if len(frames) < short:
                     if self._reclaim():
                         continue
                     raise
             self.leave(frames)
             return
-
-    def _least(self, frames: IntArray, count: int) -> IntArray:
-        """The `count` frames whose pages score least, or all where there are no more."""
-        if count >= len(frames):
-            return frames
-        flat, clock = self.pool.pages(frames), self.clock
-        scores = self.policy.score(
-            self.scorer.numbers(flat, clock.tick, clock.layer, clock.again, shared=True), self._rng
-        )
-        expired = self.table.expired.reshape(-1)[flat // self.table.heads]
-        if expired.any():
-            scores = np.where(expired, np.float32(-np.inf), scores)
-        return frames[np.argpartition(scores, count - 1)[:count]]
 
     def _clean(self, frames: IntArray) -> npt.NDArray[np.bool_]:
         """Which frames' pages swap holds already."""
@@ -181,8 +169,14 @@ class Residency:
         dirty = frames[~self._clean(frames)]
         for start in range(0, len(dirty), WRITE_BATCH):
             batch = dirty[start : start + WRITE_BATCH]
-            slots[self.pool.pages(batch)] = self.swap.write(self.storage.dump(batch))
+            slots[self.pool.pages(batch)] = self._put(batch)
             self.counters.swap_writes += len(batch)
+
+    def _put(self, frames: IntArray) -> IntArray:
+        """Write frames to swap; returns their slots."""
+        assert self.swap is not None
+        memory = self.storage.memory
+        return self.swap.write(self.storage.dump(frames)) if memory is None else self.swap.write(memory, frames)
 
     def write_behind(self) -> None:
         """Make pages clean ahead of need, once pages have had to leave; a failing swap is left for the eviction."""

@@ -321,14 +321,14 @@ class AttentionScorer:
         layer = (of_layer - row * self.layers).astype(np.int32, copy=False)
         head = page - of_layer * self.kv_heads
         block = layer * self.rows + row
-        page = block * self.kv_heads + head
-        last_used = self._pages["last_used"].reshape(-1)[page]
+        page = (block * self.kv_heads + head).astype(np.intp)  # as `take` wants it, which is faster than an index
+        last_used = self._pages["last_used"].reshape(-1).take(page)
         none = np.broadcast_to(np.int32(0), flat.shape)
         unknown = np.broadcast_to(np.float32(np.nan), flat.shape)
 
         def field(name: str) -> FloatArray:
             kept = self._pages.get(name)
-            return unknown if kept is None else kept.reshape(-1)[page].astype(np.float32, copy=False)
+            return unknown if kept is None else kept.reshape(-1).take(page).astype(np.float32, copy=False)
 
         return PageNumbers(
             mass=field("mass"),
@@ -338,11 +338,11 @@ class AttentionScorer:
             estimate=field("estimate"),
             last_used=last_used,
             born=self._born.reshape(-1)[block] if "born" in self.needs else none,
-            seen=self._pages["seen"].reshape(-1)[page],
-            position=self._position[row],
+            seen=self._pages["seen"].reshape(-1).take(page),
+            position=self._position.take(row),
             layer=layer,
             head=head.astype(np.int32, copy=False),
-            missed=np.maximum(self._ran[layer] - last_used, 0) if shared else none,
+            missed=np.maximum(self._ran.take(layer) - last_used, 0) if shared else none,
             now=tick,
             current_layer=current_layer,
             layers=self.layers,

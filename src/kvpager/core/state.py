@@ -20,9 +20,9 @@ from kvpager.swap import SLAB_BYTES, open_swap
 
 __all__ = ["State", "approximate_settings"]
 
-SLOT_BOOKS = 9  # bytes of swap's own books a slot: checksum, free list, a flag
+SLOT_BOOKS = 13  # bytes of swap's own books a slot: checksum, free list, a flag
 PAGE_TABLE_BYTES = 8  # bytes of the page table a page: frame and slot
-FRAME_BOOKS = 10  # bytes of the pool's own books a frame: owner, free stack, two flags
+FRAME_BOOKS = 12  # bytes of the pool's own books a frame: owner, free stack, two flags, the order to leave in
 
 
 def approximate_settings(config: PagerConfig) -> str:
@@ -83,7 +83,7 @@ class State:
         """Bytes of page table, block table, scores, and the books of pool and swap."""
         swap = self.swap.table_bytes if self.swap is not None else 0
         sequences = sum(8 * len(sequence.rows) for sequence in self.sequences.values())
-        return self.table.nbytes + self.scorer.nbytes + self.blocks.nbytes + self.pool.nbytes + swap + sequences
+        return self.table.nbytes + self.scorer.nbytes + self.blocks.nbytes + self.residency.nbytes + swap + sequences
 
     @property
     def tokens(self) -> int:

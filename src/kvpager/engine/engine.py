@@ -6,10 +6,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import index
 
-from kvpager.config import DEFAULT_POOL_BYTES, DType, KVShape, PagerConfig, parse_size
+from kvpager.config import DType, PagerConfig
 from kvpager.core.pager import Pager
 from kvpager.engine.guided import Guides
 from kvpager.engine.outputs import EngineStats, FinishReason, Output, TokenLogprob
@@ -19,9 +19,9 @@ from kvpager.engine.room import Room
 from kvpager.engine.runner import Drawn, Runner
 from kvpager.engine.sampler import Sampled, Sampler, SampleState
 from kvpager.engine.scheduler import Scheduler
+from kvpager.engine.settings import EngineConfig, model_length, pager_settings, step_tokens
 from kvpager.engine.text import TextState, decoder
 from kvpager.errors import (
-    ConfigError,
     EngineStopped,
     InputError,
     KVPagerError,
@@ -37,35 +37,6 @@ from kvpager.models import LoadedModel
 __all__ = ["Engine", "EngineConfig"]
 
 MOST_REPLAYS = 3  # times that one answer's sequence is computed anew after a page of it was lost
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine serves.
-
-    max_num_seqs            sequences that run at once; a request with n answers counts n
-    max_num_batched_tokens  the most tokens of one step: decodes first, then chunks of prompts in whole tiles
-    max_model_len           the most tokens of prompt and answer together; None for the model's own limit
-    max_queue               requests that may wait
-    enable_prefix_caching   share what was computed for the same beginning of a prompt; where the pager's prefix_tokens
-                            is 0, as many tokens of closed sequences are kept for it as the pool holds
-    seed                    of the seeds that requests without one are given
-    """
-
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    max_model_len: int | None = None
-    max_queue: int = 1024
-    enable_prefix_caching: bool = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 2), ("max_queue", 0)):
-            value = getattr(self, name)
-            if name == "max_model_len" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{name}: {value!r} is not a whole number from {low} on")
 
 
 class Engine:
@@ -95,10 +66,15 @@ class Engine:
         self._clock = clock
         self._seeds = random.Random(self.config.seed)
         shape = kv_shape(loaded.model.config, kv_dtype or loaded.dtype)
-        self.pager = Pager(shape, self._pager_config(pager, shape))
+        self.pager = Pager(shape, pager_settings(self.config, pager, shape))
         try:
-            self._room = Room(self.pager, self.config.max_num_seqs, self._model_len(loaded))
-            self._scheduler = Scheduler(self.pager, self._room, self._budget(), self.config.enable_prefix_caching)
+            self._room = Room(self.pager, self.config.max_num_seqs, model_length(self.config, loaded))
+            self._scheduler = Scheduler(
+                self.pager,
+                self._room,
+                step_tokens(self.config, self.pager.config.tile),
+                self.config.enable_prefix_caching,
+            )
             self._runner = Runner(loaded.model, self.pager, Sampler(self._vocabulary, loaded.end_ids))
         except BaseException:
             self.pager.shutdown()
@@ -109,35 +85,6 @@ class Engine:
         self._numbers = self._steps = 0
         self._tokens: Counter[str] = Counter()
         self._closed = False
-
-    def _pager_config(self, pager: PagerConfig, shape: KVShape) -> PagerConfig:
-        """The pager's settings, with what is kept of closed sequences as `enable_prefix_caching` says."""
-        if not self.config.enable_prefix_caching:
-            return replace(pager, prefix_tokens=0)
-        if pager.prefix_tokens or pager.mode == "discard":
-            return pager
-        if isinstance(pager.pool, int):
-            size = pager.pool * shape.page_bytes(pager.page_size)
-        else:
-            size = parse_size(pager.memory or pager.pool or DEFAULT_POOL_BYTES)
-        return replace(pager, prefix_tokens=size // shape.token_bytes)
-
-    def _model_len(self, loaded: LoadedModel) -> int:
-        own, asked = loaded.context_length, self.config.max_model_len
-        if own is None and asked is None:
-            raise ConfigError("max_model_len: the model doesn't say how many tokens it can read; give a number")
-        if own is not None and asked is not None and asked > own:
-            raise ConfigError(f"max_model_len: {asked} is more than the model's own limit, {own}")
-        return asked or own or 0
-
-    def _budget(self) -> int:
-        least = self.pager.config.tile + self.config.max_num_seqs
-        if self.config.max_num_batched_tokens < least:
-            raise ConfigError(
-                f"max_num_batched_tokens: {self.config.max_num_batched_tokens} is less than {least}: a tile "
-                f"({self.pager.config.tile}) and a token for each of max_num_seqs ({self.config.max_num_seqs})"
-            )
-        return self.config.max_num_batched_tokens
 
     # -- requests
 

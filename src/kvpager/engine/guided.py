@@ -21,6 +21,8 @@ MOST_SCHEMA_BYTES = 64 * 1024
 KEPT_GRAMMARS = 32
 # Between the parts of JSON; without an end to it a small model can go on with spaces for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that hold schemas by names of any kind
+DATA = ("const", "enum", "default", "examples")  # keywords that hold no schemas
 # What a schema may cost, in llguidance's units: about 20 ms to build its lexer, 15 ms and 3 ms in a step at the very
 # most, and some 40 MB of states.
 LIMITS = {
@@ -70,6 +72,7 @@ class Guides:
         parsed = json.loads(schema)
         if "x-guidance" in parsed:  # llguidance's own options could ask for what is no JSON
             raise InputError("json_schema: x-guidance is not a keyword of JSON schemas")
+        _check_counts(parsed)
         if parsed == json.loads(JSON_OBJECT):
             schema = '{"type": "object"}'
         try:
@@ -125,6 +128,24 @@ class JsonGuide:
     def copy(self) -> JsonGuide:
         """Another guide at the same place."""
         return JsonGuide(self._matcher.deep_copy(), self._vocabulary)
+
+
+def _check_counts(schema: Any) -> None:
+    """Refuse a `minProperties` that the grammar can't promise: it counts a name that comes twice as two."""
+    if isinstance(schema, list):
+        for part in schema:
+            _check_counts(part)
+    if not isinstance(schema, dict):
+        return
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    sure = max(1, len(required) if isinstance(required, list) else 0)
+    if isinstance(least, (int, float)) and least > sure:
+        raise InputError(f"json_schema: minProperties {least} can't be promised; name them in required, or ask for 1")
+    for keyword, value in schema.items():
+        if keyword in BY_NAME and isinstance(value, dict):
+            _check_counts(list(value.values()))
+        elif keyword not in DATA:
+            _check_counts(value)
 
 
 def _llguidance() -> Any:

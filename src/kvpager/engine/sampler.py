@@ -6,6 +6,7 @@ each is worked on by itself, and its random number comes from a counter, not fro
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -24,7 +25,9 @@ Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 NONE: Ids = np.empty(0, np.int64)
 CHUNK = 256  # probabilities summed together; a draw looks for its chunk, then inside it
-FIRST_CUT, NEXT_CUT = 7.0, 14.0  # below the largest logit: where the likeliest tokens are looked for first
+NEAR = (7.0, 10.0, 14.0)  # below the largest logit: where the likeliest tokens are looked for, one after the other
+FEW = 4096  # tokens that are sorted without a look for a way around it
+BINS_A_UNIT = 16  # of logits
 
 
 class Guide(Protocol):
@@ -68,7 +71,8 @@ class SampleState:
         self.params = params
         self.guide = guide
         self.position = 0  # tokens of the answer so far
-        self._key = np.array([(params.seed if params.seed is not None else seed) % 2**64, choice], np.uint64)
+        own = (params.seed if params.seed is not None else seed) % 2**64
+        self._key = own.to_bytes(8, "little") + choice.to_bytes(8, "little")
         self._output: dict[int, int] = {}  # how often each token is in the answer
         self._prompt = set(prompt) if params.repetition_penalty != 1.0 else set()
         bias = params.logit_bias or {}
@@ -98,8 +102,8 @@ class SampleState:
 
     def uniform(self) -> float:
         """The random number in [0, 1) for the token at this position: of seed, choice and position alone."""
-        bits = np.random.Philox(key=self._key, counter=self.position).random_raw()
-        return float(int(bits) >> 11) * 2.0**-53
+        number = hashlib.blake2b(self._key + self.position.to_bytes(8, "little"), digest_size=8).digest()
+        return (int.from_bytes(number, "little") >> 11) * 2.0**-53
 
     def plain(self) -> bool:
         """Whether the logits are taken as they are (for this token)."""
@@ -228,7 +232,7 @@ class _Distribution:
         self._log_total = self._best + float(np.log(_sums(np.exp(row - row[best])).sum()))
 
     def sampled(self, token: int, top: int) -> Sampled:
-        likeliest = leading(self._row, self._best, top)[:top] if top else NONE
+        likeliest = leading(self._row, self._best, top) if top else NONE
         return Sampled(token, self._logprob(token), tuple((int(other), self._logprob(other)) for other in likeliest))
 
     def _logprob(self, token: int) -> float:
@@ -236,12 +240,27 @@ class _Distribution:
 
 
 def leading(row: Row, best: float, count: int) -> Ids:
-    """At least `count` likeliest tokens (all, where there are fewer), the likeliest first, of equals the lowest id."""
-    for cut in (FIRST_CUT, NEXT_CUT):
-        ids = np.flatnonzero(row >= np.float32(best - cut))
+    """The `count` likeliest tokens (all, where there are fewer), the likeliest first, of equals the lowest id."""
+    for near in NEAR:
+        ids = np.flatnonzero(row >= np.float32(best - near))
         if len(ids) >= count:
-            return ids[np.argsort(-row[ids], kind="stable")]
-    return np.argsort(-row, kind="stable")
+            break
+    if not count <= len(ids) <= FEW:
+        bins = _bins(row - np.float32(best))
+        last = int(np.searchsorted(np.cumsum(np.bincount(bins)), count, side="left"))
+        ids = np.flatnonzero(bins <= last)
+    return _sorted(ids, row)[:count]
+
+
+def _sorted(ids: Ids, row: Row) -> Ids:
+    """Ascending ids by their logits, the largest first; of equals the lowest id."""
+    return ids[np.argsort(-row[ids], kind="stable")]
+
+
+def _bins(below: Row) -> npt.NDArray[np.int64]:
+    """Numbers from 0 downward put into 1,024 bins, the largest in bin 0."""
+    bins: npt.NDArray[np.int64] = np.minimum(below * np.float32(-BINS_A_UNIT), np.float32(1023)).astype(np.int64)
+    return bins
 
 
 def _sums(weights: Row) -> npt.NDArray[np.float64]:
@@ -251,49 +270,59 @@ def _sums(weights: Row) -> npt.NDArray[np.float64]:
 
 
 def draw(row: Row, best: float, params: SamplingParams, uniform: float) -> int:
-    """Draw by inverting the cumulated probabilities at `uniform` (0 to 1); `best` is the row's largest logit.
+    """Draw by inverting the cumulated probabilities, in order of ids, at `uniform` (0 to 1).
 
-    Exact: top-k, top-p and min-p keep what a sort of the whole vocabulary would (of equals the lowest ids first).
+    `best` is the row's largest logit. Exact: top-k, top-p and min-p keep what a sort of the whole vocabulary would (of
+    equals the lowest ids).
     """
     scaled = (row - np.float32(best)) / np.float32(params.temperature)
-    if not params.top_k and params.top_p == 1.0 and params.min_p == 0.0:
-        return _invert(np.exp(scaled), uniform)
-    ids, weights = _kept(scaled, params)
-    cumulated = np.cumsum(weights)
+    weights = np.exp(scaled)
+    kept = _kept(scaled, weights, params)
+    if kept is None:
+        return _invert(weights, uniform)
+    cumulated = np.cumsum(weights[kept], dtype=np.float64)
     place = int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right"))
-    return int(ids[min(place, len(ids) - 1)])
+    return int(kept[min(place, len(kept) - 1)])
 
 
-def _kept(scaled: Row, params: SamplingParams) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """The tokens that top-k, top-p and min-p leave, the likeliest first, with weights (the likeliest's is 1)."""
-    top_k = min(params.top_k, len(scaled))
-    total = 0.0
-    if params.top_p < 1.0 and not top_k:
-        total = float(_sums(np.exp(scaled)).sum())
-    for cut in (FIRST_CUT, NEXT_CUT, np.inf):
-        ids = np.flatnonzero(scaled >= np.float32(-cut)) if cut < np.inf else np.flatnonzero(scaled > -np.inf)
-        last = cut == np.inf or len(ids) == len(scaled)
-        if top_k and len(ids) < top_k and not last:
-            continue
-        weights = np.exp(scaled[ids].astype(np.float64))
-        if params.top_p < 1.0 and not top_k and weights.sum() < params.top_p * total and not last:
-            continue
-        if not top_k and params.top_p == 1.0 and params.min_p < np.exp(-cut) and not last:
-            continue
-        break
-    order = np.argsort(-scaled[ids], kind="stable")
-    ids, weights = ids[order], weights[order]
-    if top_k:
-        ids, weights = ids[:top_k], weights[:top_k]
-        total = float(weights.sum())
-    if params.top_p < 1.0:
-        before = np.cumsum(weights) - weights
-        count = max(1, int(np.searchsorted(before, params.top_p * total, side="left")))
-        ids, weights = ids[:count], weights[:count]
+def _kept(scaled: Row, weights: Row, params: SamplingParams) -> Ids | None:
+    """The tokens that top-k, then top-p, then min-p leave, in order; None for all. The likeliest's weight is 1."""
+    kept: Ids | None = None
+    if 0 < params.top_k < len(scaled):
+        kept = leading(scaled, 0.0, params.top_k)
+        if params.top_p < 1.0:
+            kept = _until(kept, weights, params.top_p * float(weights[kept].sum(dtype=np.float64)))
+        kept = np.sort(kept)
+    elif params.top_p < 1.0:
+        kept = _nucleus(scaled, weights, params.top_p * float(_sums(weights).sum()))
     if params.min_p > 0.0:
-        count = int(np.count_nonzero(weights >= params.min_p))
-        ids, weights = ids[:count], weights[:count]
-    return ids, weights
+        likely = weights >= np.float32(params.min_p)
+        kept = np.flatnonzero(likely) if kept is None else kept[likely[kept]]
+    return kept
+
+
+def _until(ids: Ids, weights: Row, mass: float) -> Ids:
+    """The first of `ids` that make up `mass` together, one at least."""
+    own = weights[ids].astype(np.float64)
+    return ids[: max(1, int(np.searchsorted(np.cumsum(own) - own, mass, side="left")))]
+
+
+def _nucleus(scaled: Row, weights: Row, mass: float) -> Ids:
+    """The fewest likeliest tokens that make up `mass` together, in order."""
+    for near in NEAR:
+        ids = np.flatnonzero(scaled >= np.float32(-near))
+        if len(ids) > FEW:
+            break
+        if weights[ids].sum(dtype=np.float64) >= mass:
+            return np.sort(_until(_sorted(ids, scaled), weights, mass))
+    # too many to sort: only those in the bin in which the mass is reached need it
+    bins = _bins(scaled)
+    reached = np.cumsum(np.bincount(bins, weights=weights))
+    last = min(int(np.searchsorted(reached, mass, side="left")), len(reached) - 1)
+    chosen = bins < last
+    rest = mass - (reached[last - 1] if last else 0.0)
+    chosen[_until(_sorted(np.flatnonzero(bins == last), scaled), weights, rest)] = True
+    return np.flatnonzero(chosen)
 
 
 def _invert(weights: Row, uniform: float) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvpager.core.pager import Pager
@@ -19,7 +19,20 @@ from kvpager.hf.handle import Forward
 from kvpager.hf.shape import architecture
 from kvpager.ports import FloatArray
 
-__all__ = ["RaggedRunner"]
+__all__ = ["RaggedRunner", "batch_length"]
+
+
+def batch_length(model_config: PreTrainedConfig) -> int | None:
+    """The most tokens of a sequence in a batch of others; None where the batch sets no bound.
+
+    With longrope (Phi-3's long contexts) all positions of a forward are rotated by the long factors as soon as one of
+    them is beyond the original context: a long sequence would change what others' keys are.
+    """
+    text = model_config.get_text_config(decoder=True)
+    settings = getattr(text, "rope_parameters", None) or {}
+    layers = settings.values() if settings and all(isinstance(one, dict) for one in settings.values()) else [settings]
+    limits = [one["original_max_position_embeddings"] for one in layers if one.get("rope_type") == "longrope"]
+    return min(limits, default=None)
 
 
 class RaggedRunner:

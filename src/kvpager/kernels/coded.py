@@ -80,6 +80,7 @@ class CodedStorage:
         self._page = (page_size, dim)
         self.page_bytes = shape.page_bytes(page_size)
         self._frames = frames
+        self.memory: Bytes | None = None
 
     @property
     def nbytes(self) -> int:

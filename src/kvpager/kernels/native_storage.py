@@ -26,6 +26,7 @@ class NativeStorage:
         self.native = _native.Frames(frames, shape.dtype, page_size, shape.head_dim)
         self.page_bytes = self.native.page_bytes
         self._page = (page_size, shape.head_dim)
+        self.memory: Bytes | None = self.native.memory
         self._coded = shape.dtype == "int8"
 
     @property

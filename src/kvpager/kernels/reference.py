@@ -105,6 +105,7 @@ class ReferenceStorage:
         self._values = np.zeros((frames, width), stored)
         self.page_bytes = shape.page_bytes(page_size)
         self.nbytes = self._keys.nbytes + self._values.nbytes
+        self.memory: Bytes | None = None
 
     def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
         """Store tokens `offset`.. of each frame's page; keys and values are float32 [n, tokens, D]."""

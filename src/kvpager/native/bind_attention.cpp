@@ -1,5 +1,6 @@
 // Frames, attention over them and its joining, for Python. Every size and index is checked here.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <cmath>
@@ -216,6 +217,13 @@ void settle(nb::list parts, nb::handle heads, int64_t kv_heads, nb::handle outpu
   if (!done) throw std::bad_alloc();
 }
 
+// The bytes of all frames, [frames][page_bytes]; the array keeps the frames alive.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> memory(nb::handle self) {
+  Frames& frames = nb::cast<Frames&>(self);
+  const FrameView view = frames.view();
+  return {view.frames, {static_cast<size_t>(frames.count()), view.layout.page_bytes}, self};
+}
+
 int64_t page_bytes(const Frames& frames) { return static_cast<int64_t>(frames.layout().page_bytes); }
 
 }  // namespace
@@ -227,6 +235,7 @@ void bind_attention(nb::module_& module) {
       .def_prop_ro("count", &Frames::count)
       .def_prop_ro("page_bytes", &page_bytes)
       .def_prop_ro("nbytes", &Frames::nbytes)
+      .def_prop_ro("memory", &memory)
       .def("write", &write, nb::arg("frames"), nb::arg("offset"), nb::arg("keys"), nb::arg("values"))
       .def("read", &read, nb::arg("frames"), nb::arg("counts").none(), nb::arg("keys"), nb::arg("values"))
       .def("load", &load, nb::arg("frames"), nb::arg("pages"))

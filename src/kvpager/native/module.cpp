@@ -20,6 +20,7 @@ namespace kvpager {
 void bind_attention(nb::module_& module);
 void bind_digest(nb::module_& module);
 void bind_linear(nb::module_& module);
+void bind_swap(nb::module_& module);
 void bind_tile(nb::module_& module);
 
 namespace {
@@ -77,6 +78,7 @@ NB_MODULE(_native, module) {
   bind_attention(module);
   bind_digest(module);
   bind_linear(module);
+  bind_swap(module);
   bind_tile(module);
 }
 

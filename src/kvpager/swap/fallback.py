@@ -37,30 +37,31 @@ class FallbackSwap:
         """Slots in use."""
         return sum(part.used for part in self._parts)
 
-    def write(self, pages: Bytes) -> IntArray:
-        """Store pages, uint8 [n, page_bytes]; returns their slots [n]. Raises SwapFull when both are full."""
+    def write(self, pages: Bytes, rows: IntArray | None = None) -> IntArray:
+        """Store pages, or rows of them; returns their slots [n]. Raises SwapFull when both are full."""
         first, second = self._parts
         try:
-            return first.write(pages) * 2
+            return first.write(pages, rows) * 2
         except SwapError as error:
-            held = (self.used + len(pages)) * self._page_bytes
+            held = (self.used + len(pages if rows is None else rows)) * self._page_bytes
             if held > self._limit_bytes:
                 raise SwapFull(
                     f"swap is full: it would hold {held} bytes, and swap_limit is {self._limit_bytes}"
                 ) from error
-            return second.write(pages) * 2 + 1
+            return second.write(pages, rows) * 2 + 1
 
-    def read(self, slots: IntArray) -> Bytes:
-        """The pages of slots, uint8 [n, page_bytes]."""
-        pages = np.empty((len(slots), self._page_bytes), np.uint8)
+    def read(self, slots: IntArray, into: Bytes | None = None, rows: IntArray | None = None) -> Bytes:
+        """The pages of slots, uint8 [n, page_bytes], or `into` whose `rows` hold them then."""
+        if into is None or rows is None:
+            into, rows = np.empty((len(slots), self._page_bytes), np.uint8), np.arange(len(slots))
         for which, (part, (mine, own)) in enumerate(zip(self._parts, self._split(slots), strict=True)):
             if len(own):
                 try:
-                    pages[mine] = part.read(own)
+                    part.read(own, into, rows[mine])
                 except PageLost as error:
                     error.slots = tuple(2 * slot + which for slot in error.slots)
                     raise
-        return pages
+        return into
 
     def free(self, slots: IntArray) -> None:
         """Give slots back."""

@@ -55,11 +55,11 @@ class FileSwap(SlabSwap):
         ordered = ordered[self._known(ordered)]
         if not len(ordered):
             return
-        owner = self._owner(ordered)
+        owner = self._slabs.owner(ordered)
         most = 1 + _GAP_BYTES // self.page_bytes
         last = np.append((np.diff(ordered) > most) | (np.diff(owner) != 0), True)
         first = np.append(True, last[:-1])
-        places = ordered - self._starts[owner]
+        places = ordered - self._slabs.starts[owner]
         begins = places[first] * self.page_bytes
         begins -= begins % mmap.PAGESIZE
         sizes = (places[last] + 1) * self.page_bytes - begins

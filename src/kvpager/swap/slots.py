@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from math import gcd
 
 import numpy as np
@@ -12,16 +10,12 @@ import numpy.typing as npt
 
 from kvpager.errors import InputError, PageLost, SwapError, SwapFull
 from kvpager.ports import Bytes, IntArray
+from kvpager.swap.copying import Slabs, Sums
 
 __all__ = ["SLAB_BYTES", "SlabSwap"]
 
 SLAB_BYTES = 2**20  # the least that is added at once; from 8 MiB on it is an eighth of what is there
 _MOST_SLOTS = 2**31 - 1  # slots are kept as int32 in the free list
-
-
-def _checksums(pages: Bytes) -> npt.NDArray[np.uint32]:
-    """CRC-32 of each row."""
-    return np.fromiter(map(zlib.crc32, pages), np.uint32, len(pages))
 
 
 class SlabSwap(ABC):
@@ -47,9 +41,8 @@ class SlabSwap(ABC):
         self.limit_bytes = limit_bytes
         self._limit_slots = min(limit_bytes // page_bytes, _MOST_SLOTS)
         self._multiple = granularity // gcd(granularity, page_bytes)
-        self._slabs: list[Bytes] = []
-        self._starts = np.zeros(0, np.int64)  # each slab's first slot
-        self._crc = np.zeros(0, np.uint32)
+        self._slabs = Slabs()
+        self._sums: Sums = np.zeros(0, np.int64)
         self._live = np.zeros(0, np.bool_)
         self._free = np.zeros(0, np.int32)  # a stack: [:_free_count] are free, the last is used next
         self._free_count = 0
@@ -65,8 +58,8 @@ class SlabSwap(ABC):
         """Slots in use."""
         return self._capacity - self._free_count
 
-    def write(self, pages: Bytes) -> IntArray:
-        """Store pages, uint8 [n, page_bytes]; returns their slots, int64 [n].
+    def write(self, pages: Bytes, rows: IntArray | None = None) -> IntArray:
+        """Store pages, uint8 [n, page_bytes], or so many `rows` of them; returns their slots, int64 [n].
 
         Raises SwapFull, before anything is written, when they don't fit under the limit or on the disk.
         """
@@ -75,21 +68,21 @@ class SlabSwap(ABC):
             raise InputError(
                 f"pages: {pages.dtype} {list(pages.shape)} given, uint8 [n, {self.page_bytes}] is what swap stores"
             )
-        pages = np.ascontiguousarray(pages)
-        count = len(pages)
+        places = np.arange(len(pages)) if rows is None else np.asarray(rows, np.int64)
+        count = len(places)
         if count > self._free_count:
             self._grow(count)
         left = self._free_count - count
         slots = np.sort(self._free[left : self._free_count]).astype(np.int64)
-        for slab, rows, places in self._by_slab(slots):
-            slab[places] = pages[rows]
-        self._crc[slots] = _checksums(pages)
+        sums = self._slabs.store(slots, np.ascontiguousarray(pages), places)
+        self._check_open()
+        self._sums[slots] = sums
         self._live[slots] = True
         self._free_count = left
         return slots
 
-    def read(self, slots: IntArray) -> Bytes:
-        """The pages of slots, uint8 [n, page_bytes], a copy.
+    def read(self, slots: IntArray, into: Bytes | None = None, rows: IntArray | None = None) -> Bytes:
+        """The pages of slots, uint8 [n, page_bytes]: a copy, or `into` whose `rows` [n] hold them then.
 
         Raises PageLost, naming the slots, when one was never written, was freed, or differs from what was written.
         """
@@ -99,14 +92,15 @@ class SlabSwap(ABC):
         if not known.all():
             gone = slots[~known]
             raise PageLost(f"swap slots {_some(gone)} hold no page: never written, or freed", gone.tolist())
-        pages = np.empty((len(slots), self.page_bytes), np.uint8)
-        for slab, rows, places in self._by_slab(slots):
-            pages[rows] = slab.take(places, axis=0)
-        damaged = _checksums(pages) != self._crc[slots]
+        if into is None or rows is None:
+            into, rows = np.empty((len(slots), self.page_bytes), np.uint8), np.arange(len(slots))
+        sums = self._slabs.load(slots, into, rows)
+        self._check_open()
+        damaged = sums != self._sums[slots]
         if damaged.any():
             gone = slots[damaged]
             raise PageLost(f"swap slots {_some(gone)} differ from what was written (checksum)", gone.tolist())
-        return pages
+        return into
 
     def free(self, slots: IntArray) -> None:
         """Give slots back. A slot that is not in use is a broken invariant: AssertionError, nothing changed."""
@@ -129,9 +123,8 @@ class SlabSwap(ABC):
     def close(self) -> None:
         """Release everything; idempotent."""
         self._closed = True
-        self._slabs.clear()
-        self._starts = self._starts[:0].copy()
-        self._crc = self._crc[:0].copy()
+        self._slabs = Slabs()
+        self._sums = self._sums[:0].copy()
         self._live = self._live[:0].copy()
         self._free = self._free[:0].copy()
         self._free_count = 0
@@ -143,7 +136,7 @@ class SlabSwap(ABC):
 
     def _count_bytes(self) -> None:
         self.nbytes = self._capacity * self.page_bytes
-        self.table_bytes = self._crc.nbytes + self._live.nbytes + self._free.nbytes + self._starts.nbytes
+        self.table_bytes = self._sums.nbytes + self._live.nbytes + self._free.nbytes + self._slabs.starts.nbytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -153,23 +146,6 @@ class SlabSwap(ABC):
         """Which slots hold a page."""
         inside = (slots >= 0) & (slots < self._capacity)
         return inside & self._live[np.where(inside, slots, 0)] if self._capacity else inside
-
-    def _owner(self, slots: IntArray) -> IntArray:
-        """The index of the slab that each slot lies in."""
-        return np.searchsorted(self._starts, slots, side="right") - 1
-
-    def _by_slab(self, slots: IntArray) -> Iterator[tuple[Bytes, IntArray | slice, IntArray]]:
-        """Slots, sorted into slabs: the slab, which of `slots` lie in it, and their places in it."""
-        if len(self._slabs) == 1:
-            yield self._slabs[0], slice(None), slots
-            return
-        owner = self._owner(slots)
-        order = np.argsort(owner, kind="stable")
-        present, first = np.unique(owner[order], return_index=True)
-        places = slots[order] - self._starts[owner[order]]
-        edges = np.append(first, len(order)).tolist()
-        for index, start, stop in zip(present.tolist(), edges[:-1], edges[1:], strict=True):
-            yield self._slabs[index], order[start:stop], places[start:stop]
 
     def _grow(self, count: int) -> None:
         """Add a slab so that `count` slots are free."""
@@ -191,9 +167,8 @@ class SlabSwap(ABC):
             slab = self._add_slab(least)  # a disk that is nearly full may still hold what is needed
         first = self._capacity
         fresh = np.arange(first + len(slab) - 1, first - 1, -1, dtype=np.int32)
-        self._slabs.append(slab)
-        self._starts = np.append(self._starts, first)
-        self._crc = np.concatenate([self._crc, np.zeros(len(slab), np.uint32)])
+        self._slabs.add(slab)
+        self._sums = np.concatenate([self._sums, np.zeros(len(slab), np.int64)])
         self._live = np.concatenate([self._live, np.zeros(len(slab), np.bool_)])
         # New slots go below the ones that were free already, which are used first.
         self._free = np.concatenate([fresh, self._free])

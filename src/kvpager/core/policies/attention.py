@@ -40,14 +40,16 @@ class Attention(Policy):
         """Minus the expected wait in ticks; +inf within the grace period."""
         ratio = numbers.estimate
         passed_over = ratio < 1  # False where there is no estimate
-        wait = np.where(np.isnan(ratio), np.float32(0), 1 / np.maximum(ratio, RATIO_MIN))
+        wait = np.reciprocal(np.maximum(ratio, RATIO_MIN))
+        wait[np.isnan(wait)] = 0
         # The running layer's turn is over for all but pages that it selected and is yet to attend to.
-        ahead = numbers.layer - (numbers.current_layer + 1)
-        running = ahead == -1
-        due = running & (numbers.again | (~passed_over & (numbers.last_used < numbers.now)))
-        ahead += np.where((ahead < 0) & ~due, numbers.layers, due)
+        ahead = numbers.layer - np.int32(numbers.current_layer + 1)
+        due = (ahead == -1) & (numbers.again | (~passed_over & (numbers.last_used < numbers.now)))
+        ahead[ahead < 0] += numbers.layers
+        ahead[due] = 0
         # Mass is at most 1: it orders pages of one layer and never exceeds one layer's step.
         wait += (ahead + (1 - numbers.mass)) * np.float32(1 / numbers.layers)
-        paused = numbers.missed - PAUSE
-        wait += np.where(passed_over | due, np.int32(0), np.maximum(paused, 0))
-        return keep_young(numbers, -wait)
+        paused = np.maximum(numbers.missed - np.int32(PAUSE), 0)
+        paused[passed_over | due] = 0
+        wait += paused
+        return keep_young(numbers, np.negative(wait, out=wait))

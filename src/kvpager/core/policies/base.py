@@ -36,6 +36,6 @@ class Policy(ABC):
 
 def keep_young(numbers: PageNumbers, score: FloatArray) -> FloatArray:
     """`score` with +inf where a page is too new to be compared by its attention (the grace period)."""
-    if numbers.grace == 0:
+    if numbers.grace == 0 or not numbers.young.any():
         return score
     return np.where(numbers.young, np.float32(np.inf), score)
