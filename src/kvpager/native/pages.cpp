@@ -331,17 +331,10 @@ void dump(const FrameView& view, const int64_t* frames, uint8_t* bytes, int64_t 
 }
 
 void widen(DType dtype, const void* from, float* to, int64_t count) {
-  const auto* items = static_cast<const uint16_t*>(from);
   switch (dtype) {
-    case DType::float32: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count)); break;
-    case DType::float16: {
-      int64_t i = 0;
-      for (; i + 16 <= count; i += 16) store(to + i, widen_f16(load<u16x16>(items + i)));
-      for (; i < count; ++i) to[i] = Plain16::widen(items[i]);
-      break;
-    }
-    default:
-      for (int64_t i = 0; i < count; ++i) to[i] = bf16_to_float(items[i]);
+    case DType::float32: Plain32::widen(static_cast<const float*>(from), to, count); break;
+    case DType::float16: Plain16::widen(static_cast<const uint16_t*>(from), to, count); break;
+    default: Brain16::widen(static_cast<const uint16_t*>(from), to, count);
   }
 }
 
@@ -373,7 +366,9 @@ bool within(DType dtype, const void* row, int64_t count, float most) {
     std::memcpy(&largest, &bits, sizeof largest);
   } else {
     const uint16_t bits = largest_bits<uint16_t>(row, count);
-    largest = dtype == DType::float16 ? Plain16::widen(bits) : bf16_to_float(bits);
+    u16x16 lanes = {};
+    lanes[0] = bits;
+    largest = dtype == DType::float16 ? widen_f16(lanes)[0] : bf16_to_float(bits);
   }
   return largest <= most;
 }

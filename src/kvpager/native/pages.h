@@ -23,7 +23,7 @@ struct PagesTable {
   void (*copy)(const FrameView&, const int64_t* from, const int64_t* to, int64_t pages);
   void (*load)(const FrameView&, const int64_t* frames, const uint8_t* bytes, int64_t pages);
   void (*dump)(const FrameView&, const int64_t* frames, uint8_t* bytes, int64_t pages);
-  // rows of numbers, float32, float16 or bfloat16, from and to float32; and whether all are in -most..most (no NaN)
+  // rows of numbers (a multiple of 8), float32, float16 or bfloat16, from and to float32; and whether all are in -most..most (no NaN)
   void (*widen)(DType, const void* from, float* to, int64_t count);
   void (*narrow)(DType, const float* from, void* to, int64_t count);
   bool (*within)(DType, const void* row, int64_t count, float most);
