@@ -14,10 +14,12 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kBatch = 1 << 16;  // bytes that one thread takes at a time
 constexpr int64_t kAhead = 512;      // bytes of the next page that are asked for early, until the hardware sees the run
 
-// One to one in `sum` and in `x`: a number that changed always changes the sum, whatever came before it.
+// One to one in `sum` and in `x`: a number that changed always changes the sum, whatever came before it. High bits
+// are brought down before the product, which only carries upward: none has an effect that another could take back.
 KV_INLINE u32x16 mixed(u32x16 sum, u32x16 x) {
-  sum = (sum ^ x) * 0x9E3779B1u;
-  return sum ^ (sum >> 15);
+  sum ^= x;
+  sum ^= sum >> 15;
+  return sum * 0x9E3779B1u;
 }
 
 // Copies a page and returns its checksum, the same for every instruction set. A change of a single number of four
@@ -40,15 +42,16 @@ uint64_t copy_page(uint8_t* to, const uint8_t* from, int64_t bytes) {
     sums[0] = mixed(sums[0], x);
   }
   u32x16 sum = sums[0];
-  for (int i = 1; i < 4; ++i) sum = mixed(sum, sums[i]);
+  for (int i = 1; i < 4; ++i) sum = mixed((sum << 13) | (sum >> 19), sums[i]);  // turned: all start alike
   uint64_t words[8];
   std::memcpy(words, &sum, sizeof words);
   uint64_t all = static_cast<uint64_t>(bytes);
   for (const uint64_t word : words) {
-    all = (all ^ word) * 0x9FB21C651E98DF25u;
-    all ^= all >> 32;
+    all ^= word;
+    all ^= all >> 29;
+    all *= 0x9FB21C651E98DF25u;
   }
-  return all;
+  return all ^ (all >> 32);
 }
 
 uint8_t* place(const SwapArgs& a, int64_t slot) {
