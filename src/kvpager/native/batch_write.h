@@ -66,11 +66,21 @@ class Writer {
     std::vector<int64_t> at(pages_count), slots(pages_count, -1);
     for (int64_t i = 0; i < count; ++i) find(rows[i], at.data() + i * heads_);
     const nb::gil_scoped_release release;
-    const size_t floats = pages_count * static_cast<size_t>(layout.page_size) * static_cast<size_t>(layout.head_dim);
-    std::vector<float> keys(floats), values(floats);
-    pages().read({frames_.view(), at.data(), slots.data(), count * heads_, 0, layout.page_size, keys.data(),
-                  values.data()});
-    store.build_from(layer, rows, keys.data(), count);
+    const auto held = store.hold();
+    store.check(layer, rows, count);
+    const FrameView view = frames_.view();
+    const size_t floats = static_cast<size_t>(heads_ * layout.page_size * layout.head_dim);
+    auto one = [&](int64_t i) {
+      thread_local std::vector<float> numbers;  // of one row: a bounded size
+      if (numbers.size() < 2 * floats) numbers.resize(2 * floats);
+      float *keys = numbers.data(), *values = keys + floats;
+      pages().read({view, at.data() + i * heads_, slots.data() + i * heads_, heads_, 0, layout.page_size, keys, values});
+      store.build_held(layer, rows + i, keys, 1);
+    };
+    if (static_cast<int64_t>(floats) * count < kSmall)
+      for (int64_t i = 0; i < count; ++i) one(i);
+    else
+      parallel(count, [&](int64_t i, int) { one(i); });
   }
 
  private:

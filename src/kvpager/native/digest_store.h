@@ -157,11 +157,18 @@ class DigestStore {
     scratch.trim();
   }
 
-  // As the other, from keys that the caller has checked. Without the GIL.
-  void build_from(int layer, const int64_t* rows, const float* keys, int64_t count) {
-    std::lock_guard lock(mutex_);
-    check(layer, rows, count);
+  // As `build`, for a caller that holds the store and has checked all; several threads at once, each other rows.
+  void build_held(int layer, const int64_t* rows, const float* keys, int64_t count) const {
     digest().build(shape_, view(layer), rows, keys, count);
+  }
+  // Throws where the layer or a row is none of the store's.
+  void check(int layer, const int64_t* rows, int64_t count) const {
+    if (layer < 0 || layer >= static_cast<int>(layers_.size()))
+      throw std::invalid_argument(is_not("layer", layer, "in 0.." + std::to_string(layers_.size() - 1)));
+    for (int64_t i = 0; i < count; ++i)
+      if (rows[i] < 0 || rows[i] >= capacity_)
+        throw std::invalid_argument(is_not("rows", rows[i], "below " + std::to_string(capacity_)));
+    if (capacity_ == 0) throw std::invalid_argument("rows: the store has none yet");
   }
 
   const DigestShape& shape() const { return shape_; }
@@ -185,15 +192,6 @@ class DigestStore {
     uint8_t* data = layers_[static_cast<size_t>(layer)]->data();
     return {data, data + section(1, capacity_), reinterpret_cast<int8_t*>(data + section(2, capacity_)),
             reinterpret_cast<float*>(data + section(3, capacity_))};
-  }
-
-  void check(int layer, const int64_t* rows, int64_t count) const {
-    if (layer < 0 || layer >= static_cast<int>(layers_.size()))
-      throw std::invalid_argument(is_not("layer", layer, "in 0.." + std::to_string(layers_.size() - 1)));
-    for (int64_t i = 0; i < count; ++i)
-      if (rows[i] < 0 || rows[i] >= capacity_)
-        throw std::invalid_argument(is_not("rows", rows[i], "below " + std::to_string(capacity_)));
-    if (capacity_ == 0) throw std::invalid_argument("rows: the store has none yet");
   }
 
   DigestShape shape_;
