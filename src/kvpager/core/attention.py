@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -75,7 +75,8 @@ class _Plan:
     ticks     how many ticks after the call's first tile each of them is
     further   sequences that have several tiles, with how many more than one
     expired   rows of blocks that have left the window
-    choosing  indices of the tiles whose past pages are chosen
+    choosing  indices of the tiles whose past pages are chosen; candidates: the rows of those, tile after tile, where no
+              page is of two tiles
     distinct  no page is of two tiles
     """
 
@@ -86,6 +87,7 @@ class _Plan:
     further: list[Member]
     expired: IntArray
     choosing: list[int]
+    candidates: IntArray
     distinct: bool
 
 
@@ -211,6 +213,7 @@ class Attender:
             self._mark_approximate(tiles[index])
         expired = [one.sequence.rows[: one.first] for one in tiles if one.first]
         window = self._shape.window(layer)
+        candidates = [tiles[i].sequence.rows[tiles[i].first : tiles[i].own] for i in choosing]
         return _Plan(
             Tiles(every, np.array(fields, np.int64), window, config.page_size, self._group_pages, room, given),
             tiles,
@@ -219,6 +222,7 @@ class Attender:
             list(further.values()),
             np.concatenate(expired) if expired else every[:0],
             choosing,
+            np.concatenate(candidates) if candidates else every[:0],
             not further and len(set(every.tolist())) == len(every),
         )
 
@@ -243,13 +247,7 @@ class Attender:
             residency.prefetch(waits[1])
         result = batch.result()
         given = Observed(result.rows, result.heads, result.masses, result.offsets, plan.queries, ticks, plan.distinct)
-        at = 0
-        for index in plan.choosing:
-            tile = plan.members[index]
-            count = (tile.own - tile.first) * self._shape.kv_heads
-            ratio = result.ratios[at : at + count].reshape(self._shape.kv_heads, -1)
-            residency.scorer.estimated(tile.past, layer, ratio)
-            at += count
+        self._estimated(plan, layer, result.ratios)
         residency.scorer.observe(layer, given)
         counters.tiles += len(plan.members)
         counters.pages_attended += len(result.heads)
@@ -260,6 +258,20 @@ class Attender:
             for tile, (start, stop) in zip(plan.members, pairwise(result.offsets), strict=True):
                 self._tell(tile, layer, result, slice(start, stop))
         return result
+
+    def _estimated(self, plan: _Plan, layer: int, ratios: FloatArray) -> None:
+        """Tell the scorer what was estimated: for all tiles at once where no page is of two."""
+        scorer, tiles = self._residency.scorer, [plan.members[index] for index in plan.choosing]
+        counts = [(tile.own - tile.first) * self._shape.kv_heads for tile in tiles]
+        parts = [
+            ratios[stop - count : stop].reshape(self._shape.kv_heads, -1)
+            for count, stop in zip(counts, accumulate(counts), strict=True)
+        ]
+        if len(parts) > 1 and plan.distinct:
+            scorer.estimated(plan.candidates, layer, np.concatenate(parts, axis=1))
+            return
+        for tile, part in zip(tiles, parts, strict=True):
+            scorer.estimated(tile.past, layer, part)
 
     @staticmethod
     def _attribute(plan: _Plan, result: BatchResult) -> None:

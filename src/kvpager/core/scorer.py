@@ -140,14 +140,18 @@ class Observed(NamedTuple):
 
 
 def _runs(estimates: dict[int, tuple[Rows, FloatArray]]) -> Iterator[tuple[int, int, Rows]]:
-    """(first layer, last + 1, rows) of layers that follow one another and look at the same slice of rows."""
+    """(first layer, last + 1, rows) of layers that follow one another and look at the same rows.
+
+    Rows that are the same are one array or equal slices: to compare arrays would cost what is saved.
+    """
     layers = sorted(estimates)
     while layers:
         first = last = layers.pop(0)
         rows, ratio = estimates[first]
-        while layers and layers[0] == last + 1 and isinstance(rows, slice):
+        while layers and layers[0] == last + 1:
             other, other_ratio = estimates[layers[0]]
-            if not isinstance(other, slice) or other != rows or other_ratio.shape != ratio.shape:
+            same = other is rows or (isinstance(other, slice) and isinstance(rows, slice) and other == rows)
+            if not same or other_ratio.shape != ratio.shape:
                 break
             last = layers.pop(0)
         yield first, last + 1, rows

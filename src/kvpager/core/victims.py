@@ -12,7 +12,7 @@ from kvpager.ports import IntArray
 
 __all__ = ["Clock", "Victims"]
 
-SHARE = 8  # of the pages that could leave, one in so many is put in order for the faults that follow
+SHARE = 2  # of the pages that could leave, one in so many is put in order for the faults that follow
 TURNS = 8  # an order serves the layers of one part in so many of a tick
 
 
@@ -26,7 +26,7 @@ class Clock:
 class Victims:
     """Frames that may be taken away, those first whose pages score least.
 
-    To score all pages costs as much as reading hundreds of them back. So the least eighth of them is kept, in order,
+    To score all pages costs as much as reading hundreds of them back. So the half that scores least is kept, in order,
     and later faults take from it what has not been taken, while at most an eighth of the layers have run since. What
     was read back meanwhile is not among them, for it would have to be scored first.
     """
