@@ -5,6 +5,8 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -15,6 +17,7 @@
 
 #include "digest.h"
 #include "memory.h"
+#include "threads.h"
 
 namespace kvpager {
 
@@ -63,6 +66,30 @@ class Scratch {
   };
   std::unique_ptr<void, Free> memory_;
   size_t bytes_ = 0;
+};
+
+// Time that is counted only while somebody asks for it. Of calls that run beside others, a thread's share counts.
+class Clock {
+ public:
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+  void set(bool on) {
+    nanoseconds_ = 0;
+    on_ = on;
+  }
+  int64_t nanoseconds() const { return nanoseconds_; }
+
+  template <class F>
+  void around(F&& f) {
+    if (!on()) return f();
+    const auto began = std::chrono::steady_clock::now();
+    f();
+    const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - began;
+    nanoseconds_ += spent.count() / (beside_others() ? std::max(threads(), 1) : 1);
+  }
+
+ private:
+  std::atomic<bool> on_{false};
+  std::atomic<int64_t> nanoseconds_{0};
 };
 
 class DigestStore {
@@ -153,7 +180,7 @@ class DigestStore {
     const DigestTable& kernel = digest();
     const Looks looks{choice.tokens, choice.sample, choice.group};
     choice.scratch = scratch.hold(kernel.scratch(shape_, choice.pages, looks.total()));
-    kernel.choose(choice);
+    clock_.around([&] { kernel.choose(choice); });
     scratch.trim();
   }
 
@@ -161,10 +188,11 @@ class DigestStore {
   void build_from(int layer, const int64_t* rows, const float* keys, int64_t count) {
     std::lock_guard lock(mutex_);
     check(layer, rows, count);
-    digest().build(shape_, view(layer), rows, keys, count);
+    clock_.around([&] { digest().build(shape_, view(layer), rows, keys, count); });
   }
 
   const DigestShape& shape() const { return shape_; }
+  Clock& clock() const { return clock_; }
 
  private:
   static size_t size(int value) { return static_cast<size_t>(value); }
@@ -200,6 +228,7 @@ class DigestStore {
   int64_t capacity_ = 0;
   std::vector<std::unique_ptr<Region>> layers_;
   Scratch scratch_;
+  mutable Clock clock_;
   std::mutex mutex_;  // other threads may run while the GIL is released
 };
 
