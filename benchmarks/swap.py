@@ -29,16 +29,18 @@ def measure(place: str) -> list[float]:
     rng = np.random.default_rng(0)
     pages = rng.integers(0, 256, (PAGES, PAGE_BYTES), dtype=np.uint8)
     batches = np.split(pages, PAGES // BATCH)
-    first = best(lambda: [swap.write(batch) for batch in batches], runs=1)
-    slots = np.arange(PAGES)
+    held: list[np.ndarray] = []
+
+    def write() -> None:
+        held[:] = [swap.write(batch) for batch in batches]
 
     def rewrite() -> None:
-        swap.free(slots)
-        for batch in batches:
-            swap.write(batch)
+        swap.free(np.concatenate(held))
+        write()
 
+    first = best(write, runs=1)
     again = best(rewrite)
-    scattered = np.split(rng.permutation(PAGES), PAGES // BATCH)
+    scattered = np.split(rng.permutation(np.concatenate(held)), PAGES // BATCH)
     read = best(lambda: [swap.read(batch) for batch in scattered])
     ahead = best(lambda: [swap.prefetch(batch) for batch in scattered])
     swap.close()
@@ -46,6 +48,8 @@ def measure(place: str) -> list[float]:
 
 
 def main() -> None:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        sys.exit(__doc__)
     folder = sys.argv[1] if len(sys.argv) > 1 else "."
     print("| place | first write | write again | scattered read | prefetch |")
     print("|---|---|---|---|---|")

@@ -50,20 +50,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built where the compiler fails at everything, as one that isn't there."""
+    """Built where the compiler fails at everything, as one that isn't there, and an old extension lies about."""
     folder = tmp_path_factory.mktemp("pure")
     shutil.copytree(ROOT, folder / "source", ignore=MADE)
+    (folder / "source" / "src" / "kvpager" / "_native.abi3.so").write_bytes(b"")
     (folder / "out").mkdir()
     return build("wheel", folder / "source", folder / "out", CXX=str(shutil.which("false")))
 
 
 def sources() -> set[str]:
-    """The package's files, as a wheel names them."""
+    """The package's files, as a wheel names them, without what was built in its place."""
     source = ROOT / "src"
     return {
         str(path.relative_to(source))
         for path in (source / "kvpager").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     }
 
 

@@ -235,6 +235,7 @@ def _packed(loaded: LoadedModel, weights: WeightsName) -> LoadedModel:
     import torch
 
     from kvpager.hf.accelerate import accelerate
+    from kvpager.models.loading import held_bytes
 
     report = accelerate(loaded.model, "int8" if weights == "int8" else "bfloat16")
     if not report.replaced:
@@ -242,8 +243,7 @@ def _packed(loaded: LoadedModel, weights: WeightsName) -> LoadedModel:
     if not report.left:
         # what is left to PyTorch is small, and its threads would wait by spinning on the kernels' cores
         torch.set_num_threads(1)
-    held = sum(part.nbytes for part in (*loaded.model.parameters(), *loaded.model.buffers()))
-    return replace(loaded, weight_bytes=held + report.packed_bytes)
+    return replace(loaded, weight_bytes=held_bytes(loaded.model) + report.packed_bytes)
 
 
 def yield_while_waiting() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvpager.bench.cases import Case, Heads
 from kvpager.bench.contenders import GROUP_PAGES, Paged, Sdpa, SdpaMemory, groups
+from kvpager.bench.layered import Layered
 from kvpager.bench.rounds import Runner, play
 from kvpager.errors import ConfigError, KVPagerError
 from kvpager.kernels.reference import ReferenceKernel
@@ -69,6 +70,38 @@ def test_places_share_no_frame_and_are_visited_in_turn() -> None:
     frames = np.concatenate(kernel.seen)
     assert len(set(frames.tolist())) == len(frames) == 3 * case.pages
     assert len(paged.places(case, 2)) == 2
+
+
+@pytest.mark.parametrize("tile", [1, 20])
+def test_a_layer_in_one_call_gives_what_calls_by_group_give(tile: int) -> None:
+    case = Case(HEADS, 100, tile=tile)
+    layered = Layered(ReferenceKernel(), "layer", HEADS, "float32", group_pages=3)
+    paged = Paged(ReferenceKernel(), "groups", HEADS, "float32")
+    rng = np.random.default_rng(0)
+    frames = rng.permutation(case.pages).reshape(2, case.blocks)
+    storage = ReferenceKernel().storage(case.pages, HEADS.shape("float32"), 16)
+    storage.write(frames.ravel(), 0, *rng.standard_normal((2, case.pages, 16, 16), np.float32))
+    queries = TileQuery(rng.standard_normal((4, tile, 16), np.float32), 100 - tile, 0.25, None, None)
+    outputs = [one._output(case, storage, frames, queries) for one in (layered, paged)]
+    np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-5)
+
+
+def test_a_place_of_several_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = ReferenceKernel()
+    case = Case(HEADS, 100, batch=3)
+    layered = Layered(kernel, "layer", HEADS, "bfloat16")
+    layered.fill(2 * layered.case_bytes(case))
+    calls: list[int] = []
+    batch = kernel.batch
+
+    def counted(*args: Any) -> Any:
+        calls.append(len(args[1].fields))
+        return batch(*args)
+
+    monkeypatch.setattr(kernel, "batch", counted)
+    for place in layered.places(case, 100):
+        place()
+    assert calls == [3, 3]
 
 
 def test_a_kernel_that_is_wrong_gets_no_row() -> None:

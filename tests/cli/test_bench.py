@@ -75,10 +75,12 @@ def test_the_machine_and_the_stream_are_told(capsys: pytest.CaptureFixture[str])
 def test_the_native_kernel_is_checked_and_measured_with_and_without_page_mass(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = measured(capsys, *KERNEL, "--kernels", "native,native-massless", "--tile", "1,16", "--group-pages", "3")
+    names = ["native-layer", "native", "native-massless"]
+    more = ["--tile", "1,16", "--batch", "2", "--group-pages", "3"]
+    result = measured(capsys, *KERNEL, "--kernels", ",".join(names), *more)
     assert result["group_pages"] == 3
-    assert [row["kernel"] for row in result["rows"]] == ["native", "native-massless"] * 4
-    assert set(result["differences"]) == {"native bfloat16 4/2x16", "native-massless bfloat16 4/2x16"}
+    assert [row["kernel"] for row in result["rows"]] == names * 4
+    assert set(result["differences"]) == {f"{name} bfloat16 4/2x16" for name in names}
     assert all(difference < 1e-2 for difference in result["differences"].values())
 
 
@@ -148,7 +150,7 @@ def test_the_table_for_people_and_the_picture(capsys: pytest.CaptureFixture[str]
     [
         (
             ["--kernels", "flash"],
-            "kernels: 'flash' is not one of native, native-massless, reference, sdpa-fp32, sdpa-bf16",
+            "kernels: 'flash' is not one of native-layer, native, native-massless, reference, sdpa-fp32, sdpa-bf16",
         ),
         (["--shapes", "9x64"], "shapes: '9x64' is not QUERY_HEADS/KV_HEADSxHEAD_DIM, as in 9/3x64"),
         (["--shapes", "9/2x64"], "query_heads: 9 is not a multiple of kv_heads, 2"),

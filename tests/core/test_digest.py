@@ -11,7 +11,8 @@ import pytest
 
 from kvpager.config import DIGESTS
 from kvpager.core import digest as digest_module
-from kvpager.core.digest import CodedDigest, Digest, looks, make_digest
+from kvpager.core.digest import CodedDigest, Digest, make_digest
+from kvpager.core.selection import looks
 from kvpager.errors import ConfigError
 from kvpager.ports import TileQuery
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvpager.engine.async_engine import AsyncEngine, Stream
+from kvpager.engine.async_engine import AsyncEngine
 from kvpager.engine.outputs import Output
 from kvpager.engine.params import SamplingParams
+from kvpager.engine.stream import Stream
 from kvpager.errors import EngineStopped, InputError, QueueFull
 from tests.engine.fake import FakeEngine
 from tests.small_llm import tokenizer

@@ -319,3 +319,20 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         _native.DigestStore(1, 1, 64, 12)
     with pytest.raises(ValueError, match="head_dim: 20 is not a multiple of 8"):
         _native.DigestStore(1, 1, 20, 16)
+
+
+def test_time_is_counted_only_when_asked_for() -> None:
+    case = lifelike(1)
+    digest = case.native()
+    case.choose(digest)
+    assert not digest.store.timed
+    assert digest.store.nanoseconds == 0
+    digest.store.timed = True
+    case.choose(digest)
+    spent = digest.store.nanoseconds
+    assert spent > 0
+    case.choose(digest)
+    assert digest.store.nanoseconds > spent
+    digest.store.timed = False
+    case.choose(digest)
+    assert digest.store.nanoseconds == 0

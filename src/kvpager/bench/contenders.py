@@ -34,7 +34,7 @@ __all__ = [
     "open_kernel",
 ]
 
-KERNELS = ("native", "native-massless", "reference", "sdpa-fp32", "sdpa-bf16")
+KERNELS = ("native-layer", "native", "native-massless", "reference", "sdpa-fp32", "sdpa-bf16")
 Place = Callable[[], object]
 """Attends once to one place of a contender's memory."""
 GROUP_PAGES = 256  # as a pager groups them: PagerConfig.group_pages
@@ -77,7 +77,7 @@ def open_kernel(name: str) -> Kernel:
         from kvpager.kernels.native import NativeKernel
     except ImportError as error:
         raise ConfigError(f"kernels: {name} is not built here ({error}); choose others") from None
-    made: Any = NativeKernel() if name == "native" else MasslessKernel()
+    made: Any = MasslessKernel() if name == "native-massless" else NativeKernel()
     kernel: Kernel = made
     return kernel
 
@@ -172,24 +172,25 @@ class Paged(Contender):
         keys, values = (self._rng.standard_normal(size, np.float32) for _ in range(2))
         queries = self._rng.standard_normal((self.heads.query_heads, case.tile, self.heads.head_dim), np.float32)
         tile = TileQuery(queries, tokens - case.tile, self.heads.head_dim**-0.5, None, None)
-        outputs: list[FloatArray] = []
-        for kernel in (self._kernel, ReferenceKernel()):
-            # what the kernel itself stored, so that rounding of the pages is no difference
-            storage = kernel.storage(case.pages, shape if kernel is self._kernel else self.heads.shape("float32"), 16)
-            storage.write(frames.ravel(), 0, keys, values)
-            if kernel is self._kernel:
-                keys, values = storage.read(frames.ravel())
-            pages = groups(case, frames)
-            parts = [kernel.attend(storage, tile, group) for group in pages]
-            outputs.append(merge(parts)[0] if kernel is not self._kernel else _output(kernel, parts, pages))
-        error = float(np.abs(outputs[0] - outputs[1]).max())
+        storage = self._kernel.storage(case.pages, shape, PAGE_SIZE)
+        storage.write(frames.ravel(), 0, keys, values)
+        output = self._output(case, storage, frames, tile)
+        # what the kernel itself stored, so that rounding of the pages is no difference
+        keys, values = storage.read(frames.ravel())
+        reference = ReferenceKernel()
+        exact = reference.storage(case.pages, self.heads.shape("float32"), PAGE_SIZE)
+        exact.write(frames.ravel(), 0, keys, values)
+        expected = merge([reference.attend(exact, tile, group) for group in groups(case, frames)])[0]
+        error = float(np.abs(output - expected).max())
         if not error < 0.05:
             raise KVPagerError(f"{self.name} ({self.dtype}, {self.heads}) differs from the reference by {error:.3g}")
         return error
 
-
-def _output(kernel: Kernel, parts: list[Partial], pages: list[PageList]) -> FloatArray:
-    return kernel.settle(parts, np.concatenate([group.heads for group in pages])).output
+    def _output(self, case: Case, storage: Any, frames: IntArray, tile: TileQuery) -> FloatArray:
+        """The attention of one sequence, whose pages lie in frames [H, blocks]: [query heads, T, D]."""
+        pages = groups(case, frames)
+        parts = [self._kernel.attend(storage, tile, group) for group in pages]
+        return self._kernel.settle(parts, np.concatenate([group.heads for group in pages])).output
 
 
 class SdpaMemory:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpager.bench.cases import Case, Heads
 from kvpager.bench.contenders import GROUP_PAGES, KERNELS, MOST_PLACES, Contender, Paged, Sdpa, SdpaMemory, open_kernel
+from kvpager.bench.layered import Layered
 from kvpager.bench.machine import l3_bytes
 from kvpager.bench.rounds import Runner, play
 from kvpager.bench.selecting import Selected, measure_selection
@@ -22,7 +23,8 @@ __all__ = ["SHAPES", "Plan", "Result", "Row", "default_kernels", "measure", "ste
 MEMORY_SHARE = 0.7  # of the free memory, for all contenders together
 CACHES = 4  # times the largest cache that a contender's places take together, so that each comes from memory
 UNKNOWN_CACHE = 2**25
-PRIORITY = ("native", "sdpa-fp32", "sdpa-bf16", "native-massless", "reference")  # who gets memory first
+# who gets memory first
+PRIORITY = ("native-layer", "native", "sdpa-fp32", "sdpa-bf16", "native-massless", "reference")
 SHAPES = (Heads(9, 3, 64), Heads(32, 8, 128), Heads(32, 32, 128))
 
 
@@ -204,7 +206,8 @@ def _contenders(plan: Plan, heads: Heads) -> list[Contender]:
         if name.startswith("sdpa"):
             found.append(Sdpa(memory, heads, "float32" if name == "sdpa-fp32" else "bfloat16"))
         else:
-            found += [Paged(open_kernel(name), name, heads, dtype, plan.group_pages) for dtype in plan.dtypes]
+            kind = Layered if name == "native-layer" else Paged
+            found += [kind(open_kernel(name), name, heads, dtype, plan.group_pages) for dtype in plan.dtypes]
     return found
 
 

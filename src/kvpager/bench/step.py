@@ -1,8 +1,9 @@
 """``kvpager bench step``: where the time of a model's decode step goes, beside the least that it could take.
 
-Clocks are put around what kvpager computes (kernel, digests, the attention function) and around the modules that hold
-weights. Each clock stops while another one inside of it runs, so that the parts add up to the whole step. Steps with
-clocks and steps without take turns; the difference is what the clocks cost.
+Clocks are put around what kvpager computes (the kernel's calls, the attention function) and around the modules that
+hold weights, or the compiled calls in their place. Each clock stops while another one inside of it runs, so that the
+parts add up to the whole step. Pages are chosen inside of the kernel's call: the digests count that time themselves.
+Steps with clocks and steps without take turns; the difference is what the clocks cost.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvpager.bench.stream import Stream
 from kvpager.core.digest import make_digest
 from kvpager.errors import InputError
-from kvpager.ports import Digest, Kernel
 
 if TYPE_CHECKING:
     import torch
 
     from kvpager.hf import PagerCache
 
-__all__ = ["PARTS", "Floor", "Split", "Stopwatch", "TimedKernel", "split", "tokens_written"]
+__all__ = ["PARTS", "Floor", "Split", "Stopwatch", "split", "tokens_written"]
 
 READINGS = 4  # of memory's speed, among the steps
 PARTS = {
-    "weights": "linear layers, and what is computed in one call with them",
+    "weights": "linear layers, and what is computed in one call with them: norms, rotations, activations",
     "attention": "the kernel's attention over pages",
     "selection": "digests: building and choosing",
-    "paging": "tables, frames, swap, casts and copies around them",
-    "model": "all else of the model: norms, rotations, activations, Python",
+    "paging": "storing new tokens, tables, frames, swap",
+    "model": "all else of the model, Python above all",
     "sampling": "the next token from the logits",
 }
+OVERHEAD = ("paging", "model")  # no work that a pager and a model in one piece would have to do
 
 
 @dataclass
@@ -75,6 +76,11 @@ class Stopwatch:
 
         return run
 
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count seconds of one part as another's: those that what it called has measured itself."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
     def take(self) -> dict[str, float]:
         """What was counted since the last time: seconds of every part."""
         found = {part: self.seconds.get(part, 0.0) for part in self.parts}
@@ -92,19 +98,6 @@ class _Timed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
-
-
-class TimedKernel(_Timed):
-    """A kernel with clocks around its attention, and around the digests that it makes."""
-
-    def __init__(self, kernel: Kernel, watch: Stopwatch) -> None:
-        super().__init__(kernel, watch, "attention", ("attend", "settle"))
-        self._watch = watch
-
-    def digest(self, *settings: Any) -> Digest:
-        """The kernel's digests, or the core's own where it has none, with clocks."""
-        made = self._target.digest(*settings) or make_digest(*settings)  # type: ignore[attr-defined]
-        return cast(Digest, _Timed(made, self._watch, "selection", ("build", "choose")))
 
 
 @dataclass(frozen=True)
@@ -139,6 +132,11 @@ class Split:
         """A step with clocks: the sum of all parts."""
         return sum(self.parts_ms.values())
 
+    @property
+    def overhead_ms(self) -> float:
+        """Of a step with clocks, what is neither weights nor attention, selection or sampling."""
+        return sum(self.parts_ms[part] for part in OVERHEAD)
+
     def part_floor_ms(self, part: str) -> float:
         """The least time of one part: its bytes over the memory's speed."""
         needs = {
@@ -156,6 +154,7 @@ class Split:
             "step_ms": self.step_ms,
             "tokens_per_s": 1e3 / self.step_ms,
             "clocked_step_ms": self.clocked_ms,
+            "overhead_ms": self.overhead_ms,
             "parts": {
                 part: {"ms": ms, "share": ms / self.clocked_ms, "floor_ms": self.part_floor_ms(part)}
                 for part, ms in self.parts_ms.items()
@@ -174,7 +173,6 @@ class Split:
 def split(
     model: Any,
     cache: PagerCache,
-    watch: Stopwatch,
     logits: torch.Tensor,
     sampler: Callable[[torch.Tensor], int],
     stream: Stream,
@@ -184,14 +182,13 @@ def split(
 ) -> Split:
     """Run `steps` decode steps without clocks and as many with them, in turns, after a prompt that gave `logits`.
 
-    `cache` holds the prompt; its pager's kernel is a TimedKernel of the same `watch`. Raises InputError for less than
-    one step.
+    `cache` holds the prompt. Raises InputError for less than one step.
     """
     import torch
 
     if steps < 1:
         raise InputError(f"steps: {steps} is less than 1")
-    weights = weight_modules(model)
+    weights, watch = weight_modules(model), Stopwatch()
     times: list[float] = []
     clocked: list[dict[str, float]] = []
     pages = 0
@@ -207,7 +204,7 @@ def split(
             token = sampler(_forward(model, cache, token))
             times.append(perf_counter() - started)
             before = cache.stats().pages_attended
-            with _clocks(cache, watch, weights):
+            with _clocked(model, cache, watch, weights):
                 token = sample(_forward(model, cache, token))
             clocked.append(watch.take())
             pages += cache.stats().pages_attended - before
@@ -292,25 +289,95 @@ def _digest_bytes(cache: PagerCache) -> int:
     return length // pager.config.page_size * shape.layers * shape.kv_heads * make_digest(*settings).page_bytes
 
 
-@contextmanager
-def _clocks(cache: PagerCache, watch: Stopwatch, weights: Sequence[Any]) -> Iterator[None]:
-    """Run one step under clocks: those of the kernel, and around the modules with weights, the cache and the attention.
+class _Clocks:
+    """Clocks on the very objects that compute, so that what runs is what runs without them. `remove` takes them away.
 
-    They are taken away again, so that other steps are as quick as without them.
+    Nothing stands between the kernel and its digests: choosing happens inside of the kernel's one call for a layer,
+    which measures it itself.
     """
+
+    def __init__(self, model: Any, cache: PagerCache, watch: Stopwatch, weights: Sequence[Any]) -> None:
+        self._watch = watch
+        self._placed: list[tuple[Any, str, Any]] = []
+        compiled = [run for run in map(_fused, model.modules()) if run is not None]
+        inside = {id(part) for layer in model.modules() if _fused(layer) is not None for part in layer.modules()}
+        for run in compiled:
+            self._set(run, "calls", _Timed(run.calls, watch, "weights", ("before", "after")))
+        for module in weights:
+            if id(module) not in inside:  # one with a forward of its own would have its layer leave the compiled calls
+                self._time(module, "forward", "weights")
+        self._time(cache, "update", "paging")
+        state = cache.pager._state
+        self._store: Any = getattr(state.digest, "store", None)
+        if self._store is not None:
+            self._store.timed = True
+        elif state.digest is not None:
+            for name in ("build", "choose"):
+                self._time(state.digest, name, "selection")
+        self._set(state.kernel, "write", self._around("paging", state.kernel.write))
+        self._set(state.kernel, "batch", self._batches(state.kernel.batch))
+
+    def remove(self) -> None:
+        """Everything as it was: other steps are as quick as without clocks."""
+        if self._store is not None:
+            self._store.timed = False
+        for owner, name, before in self._placed:
+            if before is None:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = before
+
+    def _set(self, owner: Any, name: str, value: object) -> None:
+        self._placed.append((owner, name, vars(owner).get(name)))
+        vars(owner)[name] = value
+
+    def _time(self, owner: Any, name: str, part: str) -> None:
+        self._set(owner, name, self._watch.timed(part, getattr(owner, name)))
+
+    def _batches(self, batch: Callable[..., Any]) -> Callable[..., Any]:
+        """`batch` of a kernel, giving batches under a clock."""
+        start = self._watch.timed("attention", batch)
+
+        def run(*args: Any) -> Any:
+            made = start(*args)
+            made.advance = self._around("attention", made.advance)
+            return made
+
+        return run
+
+    def _around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` under the clock of `part`, less what the digests say that they took in it."""
+        store = self._store
+        timed = self._watch.timed(part, function)
+        if store is None:
+            return timed
+
+        def run(*args: Any) -> Any:
+            before = store.nanoseconds
+            result = timed(*args)
+            self._watch.move(part, "selection", (store.nanoseconds - before) * 1e-9)
+            return result
+
+        return run
+
+
+def _fused(layer: Any) -> Any:
+    """What runs a decoder layer in compiled calls, or None."""
+    try:
+        from kvpager.hf.layer import fused
+    except ImportError:  # without the extension nothing is packed
+        return None
+    return fused(layer)
+
+
+@contextmanager
+def _clocked(model: Any, cache: PagerCache, watch: Stopwatch, weights: Sequence[Any]) -> Iterator[None]:
+    """Run one step under clocks."""
     from transformers import AttentionInterface
 
     from kvpager.hf.attention import NAME, pager_attention
 
-    placed: list[tuple[Any, str, Any]] = []
-
-    def place(owner: Any, name: str, part: str) -> None:
-        placed.append((owner, name, vars(owner).get(name)))
-        vars(owner)[name] = watch.timed(part, getattr(owner, name))
-
-    for module in weights:
-        place(module, "forward", "weights")
-    place(cache, "update", "paging")
+    clocks = _Clocks(model, cache, watch, weights)
     AttentionInterface.register(NAME, watch.timed("paging", pager_attention))
     watch.on = True
     watch.enter("model")
@@ -320,7 +387,4 @@ def _clocks(cache: PagerCache, watch: Stopwatch, weights: Sequence[Any]) -> Iter
         watch.leave()
         watch.on = False
         AttentionInterface.register(NAME, pager_attention)
-        for owner, name, before in placed:
-            del vars(owner)[name]
-            if before is not None:
-                vars(owner)[name] = before
+        clocks.remove()

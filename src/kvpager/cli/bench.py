@@ -88,8 +88,9 @@ def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     kernel.add_argument(
         "--kernels",
         metavar="NAME[,...]",
-        help="among native, native-massless (without page mass), reference, sdpa-fp32 and sdpa-bf16 (default: all "
-        "that are there)",
+        help="among native-layer (all sequences in one call, as the pager's), native (a call for each group of pages), "
+        "native-massless (the same without page mass), reference, sdpa-fp32 and sdpa-bf16 (default: all that are "
+        "there)",
     )
     kernel.add_argument(
         "--kv-dtype",
@@ -206,7 +207,9 @@ def _plan(args: argparse.Namespace) -> Plan:
 def kernel_table(result: Result, plan: Plan, where: str) -> str:
     """All figures for people."""
     head = ("heads", "tokens", "batch", "queries", "kernel", "pages", "ms", "GB/s", "of stream", "beside")
-    names = [name for name in ("sdpa-fp32", "sdpa-bf16", "reference", "native-massless") if name in plan.kernels]
+    names = [
+        name for name in ("sdpa-fp32", "sdpa-bf16", "reference", "native", "native-massless") if name in plan.kernels
+    ]
     rows = [(*head, *(f"x {name}" for name in names))]
     for row in result.rows:
         figures = result.row_figures(row)

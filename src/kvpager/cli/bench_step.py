@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.console import aligned, emit, emit_json, progress, say
 from kvpager.cli.options import add_model_options, add_pager_options, pager_options, positive, whole
@@ -15,11 +13,10 @@ from kvpager.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from kvpager.bench.step import Split, Stopwatch
+    from kvpager.bench.step import Split
     from kvpager.build import PagerOptions
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
-    from kvpager.ports import Kernel
 
 __all__ = ["add_parser", "run", "warn_of_others"]
 
@@ -107,20 +104,21 @@ def warn_of_others(share: float | None) -> None:
 
 
 def _measure(args: argparse.Namespace, loaded: LoadedModel, options: PagerOptions, threads: int) -> tuple[Split, str]:
-    from kvpager.bench.step import Stopwatch, split, tokens_written
+    from kvpager import build
+    from kvpager.bench.step import split, tokens_written
     from kvpager.bench.stream import Stream
     from kvpager.cli.decoding import Sampler
+    from kvpager.kernels.choose import open_kernel
 
     more = tokens_written(args.steps)
     prompt = _prompt(loaded, args.prompt_tokens, more)
-    watch = Stopwatch()
-    with _timed_cache(loaded, options, len(prompt) + more, watch) as (cache, kernel):
+    with build.make_cache(loaded, options, len(prompt) + more) as cache:
         logits = _read(loaded, cache, prompt)
         sampler = Sampler(0.0, 1.0, args.seed)
         stream = Stream(threads)
         with progress("Steps", args.steps) as advance:
-            result = split(loaded.model, cache, watch, logits, sampler, stream, steps=args.steps, progress=advance)
-    return result, kernel.name
+            result = split(loaded.model, cache, logits, sampler, stream, steps=args.steps, progress=advance)
+        return result, open_kernel(cache.pager.shape, cache.pager.config).name
 
 
 def _prompt(loaded: LoadedModel, tokens: int, more: int) -> list[int]:
@@ -138,24 +136,6 @@ def _prompt(loaded: LoadedModel, tokens: int, more: int) -> list[int]:
     if len(ids) < tokens:
         raise InputError(f"prompt-tokens: {tokens} is more than the {len(ids)} tokens of the bundled text")
     return list(ids[:tokens])
-
-
-@contextmanager
-def _timed_cache(
-    loaded: LoadedModel, options: PagerOptions, tokens: int, watch: Stopwatch
-) -> Iterator[tuple[PagerCache, Kernel]]:
-    """A cache for one request whose kernel has clocks, and that kernel; both are gone afterwards."""
-    from kvpager import build
-    from kvpager.bench.step import TimedKernel
-    from kvpager.core.pager import Pager
-    from kvpager.hf import PagerCache, kv_shape
-    from kvpager.kernels.choose import open_kernel
-
-    shape = kv_shape(loaded.model.config, options.kv_dtype or loaded.dtype)
-    config = build.pager_config(options, tokens, shape)
-    kernel = cast("Kernel", TimedKernel(open_kernel(shape, config), watch))
-    with Pager(shape, config, kernel=kernel) as pager, PagerCache(loaded.model.config, pager=pager) as cache:
-        yield cache, kernel
 
 
 def _read(loaded: LoadedModel, cache: PagerCache, prompt: list[int]) -> torch.Tensor:
@@ -178,6 +158,14 @@ def table(result: Split) -> str:
         share = f"{ms / result.clocked_ms:.1%}"
         rows.append((f"{part}: {PARTS[part]}", f"{ms:.2f}", share, f"{least:.2f}" if least else ""))
     rows.append(("all, with clocks", f"{result.clocked_ms:.2f}", "100.0%", ""))
+    rows.append(
+        (
+            "of it overhead: paging and model",
+            f"{result.overhead_ms:.2f}",
+            f"{result.overhead_ms / result.clocked_ms:.1%}",
+            "",
+        )
+    )
     rows.append(("all, without", f"{result.step_ms:.2f}", "", f"{result.floor.ms:.2f}"))
     floor = result.floor
     return "\n".join(

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpager.cli.console import emit, emit_json, progress, say
+from kvpager.cli import demo_report
+from kvpager.cli.console import emit_json, progress, say
 from kvpager.cli.options import add_model_options, whole
 from kvpager.errors import InputError
 
@@ -113,11 +113,11 @@ def run(args: argparse.Namespace) -> int:
         result.memory = {column.name: column.memory() for column in result.columns}
     result.exact = _exact(args, loaded, result)
     result.seconds = time.perf_counter() - started
-    _draw(result, target)
+    demo_report.draw(result, target)
     if args.json:
-        emit_json(figures(args, loaded, result, target))
+        emit_json(demo_report.figures(args, loaded, result, target))
     else:
-        _tell(result, target)
+        demo_report.tell(result, target)
     return 0
 
 
@@ -344,83 +344,3 @@ def _exact(args: argparse.Namespace, loaded: LoadedModel, result: Result) -> dic
             **column.memory(),
             "recalls": cache.stats().recalls,
         }
-
-
-# -- what is told at the end
-
-
-def _draw(result: Result, target: Path) -> None:
-    from kvpager.evaluation.plots import draw_page_map
-
-    labels = [(question.token // 16, _place(question)) for question in result.task.questions]
-    title = (
-        f"kvpager: attention to pages that had been evicted and came back, while {len(labels)} sentences were completed"
-    )
-    draw_page_map(result.map.total, labels, title, target)
-
-
-def _place(question: Question) -> str:
-    words = question.beginning.removesuffix(" is").split()
-    return " ".join(words[1:2] + words[-2:])
-
-
-def figures(args: argparse.Namespace, loaded: LoadedModel, result: Result, target: Path) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    return {
-        "model": loaded.name,
-        "dtype": loaded.dtype,
-        "tokens": len(result.task.token_ids),
-        "questions": [
-            {"beginning": question.beginning, "code": question.code, "token": question.token}
-            for question in result.task.questions
-        ],
-        "columns": [
-            {
-                "name": column.name,
-                "right": sum(answer.right for answer in result.answers[column.name]),
-                "of": len(result.task.questions),
-                "budget": None if column.stats is None else column.cache.pager.config.budget,  # type: ignore[union-attr]
-                **result.memory[column.name],
-                "answers": [vars(answer) for answer in result.answers[column.name]],
-            }
-            for column in result.columns
-        ],
-        "exact": result.exact,
-        "map": str(target),
-        "seconds": round(result.seconds, 1),
-    }
-
-
-def _tell(result: Result, target: Path) -> None:
-    rows = [
-        (
-            question.beginning,
-            question.code,
-            [(answers[index].text.strip().rstrip("."), answers[index].right) for answers in result.answers.values()],
-        )
-        for index, question in enumerate(result.task.questions)
-    ]
-    names = list(result.answers)
-    try:
-        from rich.console import Console
-
-        from kvpager.cli.demo_screen import memory_table, scores_table
-    except ImportError:
-        for name in names:
-            emit(f"{name}: {sum(answer.right for answer in result.answers[name])} of {len(rows)} right")
-        for name, memory in result.memory.items():
-            emit(f"{name}: " + ", ".join(f"{what} {size}" for what, size in memory.items()))
-    else:
-        console = Console()
-        console.print(scores_table(names, rows))
-        console.print(memory_table(list(result.memory.items())))
-    emit(_verdict(result.exact))
-    emit(f"The map of what came back: {target}. It all took {result.seconds:.0f} seconds.")
-
-
-def _verdict(exact: dict[str, Any]) -> str:
-    what = f"With no budget and a pool of {exact['pool']} of the frames ({exact['recalls']} pages called back)"
-    if exact["identical"]:
-        return f"{what}, all {exact['ids_compared']} token ids are identical to the full cache's."
-    differ = exact["ids_compared"] - exact["ids_equal"]
-    return f"{what}, {differ} of {exact['ids_compared']} token ids DIFFER from the full cache's."

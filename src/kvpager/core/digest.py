@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import DIGESTS
-from kvpager.core.selection import choose
+from kvpager.core.selection import choose, looks
 from kvpager.errors import ConfigError
 from kvpager.ports import Choice, FloatArray, IntArray, Room, TileQuery
 
-__all__ = ["BoxDigest", "CodedDigest", "Digest", "looks", "make_digest"]
+__all__ = ["BoxDigest", "CodedDigest", "Digest", "make_digest"]
 
 SUBMEANS = 8
 BOX_BLOCK = 8  # boxes that one matrix product takes together
@@ -329,22 +329,6 @@ class BoxDigest(Digest):
         by_page = self._buffer("pages", blocks, BOX_BLOCK, heads, width)
         by_page[...] = scores.swapaxes(1, 2)
         return by_page.reshape(blocks * BOX_BLOCK, heads, 1, width)[:pages]
-
-
-def looks(group: int, tokens: int, sample: int) -> tuple[IntArray, IntArray]:
-    """Which queries of a tile choose its pages: of each query head in a group every `sample`-th, counted from the end.
-
-    The first query head looks from the tile's last query; each further one begins ``sample / group`` positions earlier,
-    so that a group together sees more positions than one head could. Queries are never pooled: the mean of rotated
-    queries says nothing (docs/decisions/0006).
-
-    Returns the member of the group and the token of each look, int [W] each, by member, then by token.
-    """
-    members = []
-    for member in range(group):
-        last = tokens - 1 - min(sample * member // group, tokens - 1)
-        members.append(np.arange(last % sample, last + 1, sample))
-    return np.repeat(np.arange(group), [len(part) for part in members]), np.concatenate(members)
 
 
 def make_digest(kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int = 1) -> Digest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,21 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape, PagerConfig
-from kvpager.core import books, forking, parking, transaction
-from kvpager.core.attention import AttendResult, Query, TileEvent
+from kvpager.core import forking, parking, transaction
+from kvpager.core.attention import AttendResult, Query
 from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
-from kvpager.core.guards import changes, owned
+from kvpager.core.guards import changes
+from kvpager.core.looking import Looking
 from kvpager.core.sequence import Member, Sequence, Step
 from kvpager.core.state import State
-from kvpager.errors import ConfigError, InputError, SequenceError, StepError, ThreadError
+from kvpager.errors import ConfigError, InputError, StepError, ThreadError
 from kvpager.kernels.choose import open_kernel
-from kvpager.ports import BatchResult, FloatArray, Kernel, States, Swap
-from kvpager.stats import PagerStats
+from kvpager.ports import BatchResult, Kernel, States, Swap
 
 __all__ = ["AttendResult", "Pager"]
 
 
-class Pager:
+class Pager(Looking):
     """Pages of keys and values in a pool of fixed size, with recall of what was evicted.
 
     Args:
@@ -328,84 +328,6 @@ class Pager:
         """The open step, or None: a mark by which to tell whether the step that one began is still the open one."""
         return self._state.step
 
-    # -- looking
-
-    @owned
-    def read(
-        self, sequence: Sequence, layer: int, start: int = 0, stop: int | None = None
-    ) -> tuple[FloatArray, FloatArray]:
-        """Keys and values of positions start..stop-1 of one layer, float32 [kv_heads, tokens, head_dim] each.
-
-        Absent pages are read back. Raises InputError when pages of these positions were discarded.
-        """
-        self._check_running(sequence, "read")
-        layer = whole("layer", layer, 0, self.shape.layers - 1)
-        end = int(sequence.filled[layer])
-        stop = end if stop is None else whole("stop", stop, 1, end)
-        start = whole("start", start, 0, max(0, stop - 1))
-        return books.read(self._state, sequence, layer, start, stop)
-
-    @owned
-    def page_table(self, sequence: Sequence) -> npt.NDArray[np.int32]:
-        """A copy of the frames of a sequence's pages, int32 [blocks, layers, kv_heads]; -1 (ABSENT) if not resident."""
-        self._check_sequence(sequence)
-        return self._state.table.frame[sequence.rows]
-
-    @owned
-    def scores(self, sequence: Sequence, layer: int) -> list[books.PageScore]:
-        """A sequence's pages in one layer as the policy sees them: the one that would be evicted next comes first."""
-        self._check_sequence(sequence)
-        return books.scores(self._state, sequence, whole("layer", layer, 0, self.shape.layers - 1))
-
-    @property
-    def observers(self) -> list[Callable[[TileEvent], None]]:
-        """Functions called after each tile with a TileEvent; add yours to the list."""
-        return self._state.attender.observers
-
-    @property
-    def frames(self) -> int:
-        """The pool's size, in frames."""
-        return self._state.pool.frames
-
-    @property
-    def group_pages(self) -> int:
-        """Pages that one partial attention covers: the setting, or what was chosen for the shape."""
-        return self._state.group_pages
-
-    def minimum_frames(self, sequences: int = 1, tokens: int | None = None) -> int:
-        """The smallest pool, in frames, for that many sequences of at most `tokens` tokens each (None: any length).
-
-        Recall: for each sequence two blocks' pages (the open one, and the one that a step opens), and one group.
-        Discard: what the budget, the tile and the open block hold for each sequence; a step's new tokens come on top.
-        """
-        whole("sequences", sequences, 1, 2**31 - 1)
-        return self._state.minimum_frames(sequences, None if tokens is None else whole("tokens", tokens, 1, 2**40))
-
-    @owned
-    def step_frames(self, growth: Mapping[Sequence, int]) -> int:
-        """The frames without which a step cannot run that adds so many tokens to these sequences (0: it only waits).
-
-        All other open sequences are counted with what they hold now; parked ones only where `growth` names them, as if
-        they were back. The pool has `stats().frames`.
-        """
-        counts = {}
-        for sequence, count in growth.items():
-            self._check_sequence(sequence)
-            counts[sequence.id] = whole("growth", count, 0, 2**31 - 1)
-        return transaction.frames_needed(self._state, counts)
-
-    @owned
-    def stats(self) -> PagerStats:
-        """Counters and sizes."""
-        return books.stats(self._state)
-
-    @owned
-    def check(self) -> None:
-        """Assert that the books balance (promise 3). For tests and debugging; no step may be open."""
-        self._check_up()
-        assert self._state.step is None, "a step is open"
-        books.check(self._state)
-
     # -- life
 
     def adopt(self) -> None:
@@ -429,54 +351,8 @@ class Pager:
     ) -> None:
         self.shutdown()
 
-    # -- checks
-
-    def _check_thread(self, call: str) -> None:
-        if threading.get_ident() != self._thread:
-            raise ThreadError(f"{call}: this pager belongs to another thread; call adopt() from this one first")
-
-    def _check_up(self) -> None:
-        if self._down:
-            raise SequenceError("this pager was shut down")
-
-    def _check_sequence(self, sequence: Sequence) -> None:
-        self._check_up()
-        self._check_own(sequence)
-
-    def _check_own(self, sequence: Sequence) -> None:
-        if not isinstance(sequence, Sequence):
-            raise SequenceError(f"sequence: expected one that this pager opened, got {type(sequence).__name__}")
-        if sequence.owner is not self._state:
-            raise SequenceError(f"sequence {sequence.id} belongs to another pager")
-        if sequence.closed:
-            raise SequenceError(f"sequence {sequence.id} is closed")
-
-    def _check_even(self, sequence: Sequence, call: str) -> None:
-        if (sequence.filled != sequence.length).any():
-            raise StepError(
-                f"{call}: layers of sequence {sequence.id} hold {sequence.filled.tolist()} tokens; "
-                "append to every layer first"
-            )
-
-    def _check_running(self, sequence: Sequence, call: str) -> None:
-        self._check_sequence(sequence)
-        if sequence.parked:
-            raise SequenceError(f"{call}: sequence {sequence.id} is parked; unpark it first")
-
     def _settled(self, sequence: Sequence, call: str) -> None:
         self._check_running(sequence, call)
         self.rollback()
         self._check_sequence(sequence)
         self._check_even(sequence, call)
-
-    def _check_in_step(self, sequence: Sequence, call: str, tokens: int) -> None:
-        step = self._state.step
-        assert step is not None
-        assert step.counts is not None
-        if step.failed:
-            raise StepError(f"{call}: a call of this step failed; roll it back")
-        count = step.counts.get(sequence.id)
-        if count is None:
-            raise StepError(f"{call}: sequence {sequence.id} is not part of the open step")
-        if count != tokens:
-            raise InputError(f"{call}: {tokens} tokens, but the step was begun with {count} for sequence {sequence.id}")

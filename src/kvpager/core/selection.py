@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvpager.errors import InputError
-from kvpager.ports import BoolArray, Choice, FloatArray, Room
+from kvpager.ports import BoolArray, Choice, FloatArray, IntArray, Room
 
-__all__ = ["choose", "pull", "select"]
+__all__ = ["choose", "looks", "pull", "select"]
 
 FLOOR = 1e-12  # mass below this is rounding noise; ratios against a threshold stay finite
 
@@ -75,3 +75,19 @@ def pull(shares: FloatArray) -> FloatArray:
     """
     squares: FloatArray = np.einsum("nhw,nhw->hn", shares, shares)
     return np.sqrt(squares)
+
+
+def looks(group: int, tokens: int, sample: int) -> tuple[IntArray, IntArray]:
+    """Which queries of a tile choose its pages: of each query head in a group every `sample`-th, counted from the end.
+
+    The first query head looks from the tile's last query; each further one begins ``sample / group`` positions earlier,
+    so that a group together sees more positions than one head could. Queries are never pooled: the mean of rotated
+    queries says nothing (docs/decisions/0006).
+
+    Returns the member of the group and the token of each look, int [W] each, by member, then by token.
+    """
+    members = []
+    for member in range(group):
+        last = tokens - 1 - min(sample * member // group, tokens - 1)
+        members.append(np.arange(last % sample, last + 1, sample))
+    return np.repeat(np.arange(group), [len(part) for part in members]), np.concatenate(members)

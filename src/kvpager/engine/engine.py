@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import index
 
 from kvpager.config import DType, PagerConfig
 from kvpager.core.pager import Pager
+from kvpager.engine.checks import checked
 from kvpager.engine.guided import Guides
 from kvpager.engine.outputs import EngineStats, FinishReason, Output, TokenLogprob
 from kvpager.engine.params import SamplingParams
@@ -106,7 +106,9 @@ class Engine:
         """
         if self._closed:
             raise EngineStopped("the engine was closed")
-        ids = self._checked(request_id, prompt, params, priority, deadline, salt)
+        ids = checked(request_id, prompt, params, priority, deadline, salt, self._vocabulary)
+        if request_id in self._requests:
+            raise InputError(f"request_id: {request_id!r} is being served already")
         need = self._room.require(len(ids), params.max_tokens, params.n)
         if len(self._scheduler.waiting) >= self.config.max_queue:
             raise QueueFull(f"{len(self._scheduler.waiting)} requests wait already (max_queue); try again later")
@@ -130,40 +132,6 @@ class Engine:
         self._numbers += 1
         self._requests[request_id] = request
         self._scheduler.add(request)
-
-    def _checked(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int,
-        deadline: float | None,
-        salt: bytes,
-    ) -> list[int]:
-        if not isinstance(request_id, str) or not request_id:
-            raise InputError(f"request_id: {request_id!r} is not a name")
-        if request_id in self._requests:
-            raise InputError(f"request_id: {request_id!r} is being served already")
-        if not isinstance(params, SamplingParams):
-            raise InputError(f"params: expected SamplingParams, got {type(params).__name__}")
-        params.require_vocabulary(self._vocabulary)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InputError(f"priority: {priority!r} is not a whole number")
-        if deadline is not None and not isinstance(deadline, (int, float)):
-            raise InputError(f"deadline: {deadline!r} is not a time in seconds")
-        if not isinstance(salt, bytes):
-            raise InputError(f"salt: expected bytes, got {type(salt).__name__}")
-        try:
-            ids = [index(token) for token in prompt]
-        except TypeError:
-            raise InputError("prompt: expected a list of token ids") from None
-        if not ids:
-            raise InputError("prompt: it is empty; at least one token is needed")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._vocabulary:
-            wrong = low if low < 0 else high
-            raise InputError(f"prompt: token id {wrong} is not in 0..{self._vocabulary - 1}, the model's vocabulary")
-        return ids
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False when there is none of that name. The next step tells it."""

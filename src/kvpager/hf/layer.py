@@ -22,7 +22,7 @@ from kvpager._native import PackedLayer
 from kvpager.hf.packed import PackedGated, PackedLinear, PackedNorm, PackedProjection, unusable
 from kvpager.hf.recognise import AttentionForm, attention_form, is_plain, layer_forward
 
-__all__ = ["fuse"]
+__all__ = ["fuse", "fused"]
 
 _BF16 = torch.bfloat16
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -53,15 +53,20 @@ def fuse(layer: nn.Module, rotary: Callable[..., Any]) -> bool:
     if not all(map(_is_norm, heads)) or len({cast(PackedNorm, one).epsilon for one in heads}) > 1:
         return False
     try:
-        fused = _Fused(layer, attention, form)
+        made = _Fused(layer, attention, form)
     except ValueError:  # sizes that don't fit together: the modules say what is wrong when they are called
         return False
     kind = type(layer)
-    vars(layer)["_fused"] = fused
+    vars(layer)["_fused"] = made
     layer.__class__ = type(
         f"Packed{kind.__name__}", (kind,), {"__module__": __name__, "__call__": _call, "forward": _forward(own)}
     )
     return True
+
+
+def fused(layer: nn.Module) -> Any:
+    """What runs a layer that `fuse` has changed, its compiled calls in `calls`; None for other modules."""
+    return vars(layer).get("_fused")
 
 
 def _is_norm(module: object) -> bool:
@@ -88,14 +93,14 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        fused: _Fused = self._fused
-        if not fused.serves(self, hidden_states, position_embeddings):
+        compiled: _Fused = self._fused
+        if not compiled.serves(self, hidden_states, position_embeddings):
             result: torch.Tensor = own(
                 self, hidden_states, attention_mask, position_ids, cache, use_cache, position_embeddings, **kwargs
             )
             return result
         kwargs["position_ids"], kwargs["use_cache"] = position_ids, use_cache
-        return fused.run(hidden_states, attention_mask, cache, position_embeddings, kwargs)
+        return compiled.run(hidden_states, attention_mask, cache, position_embeddings, kwargs)
 
     return forward
 
@@ -118,7 +123,7 @@ class _Fused:
         self._counts = [
             cast(PackedProjection, getattr(attention, name)).out_features // self._head_dim for name in _PROJECTIONS
         ]
-        self._kernel = PackedLayer(
+        self.calls = PackedLayer(
             first.shared.matrix,
             output.matrix,
             mlp.gate_up,
@@ -190,7 +195,7 @@ class _Fused:
         cos, sin = angles
         before, after = self._norms
         on_queries, on_keys = (norm.weight.data_ptr() for norm in self._heads) if self._heads else (0, 0)
-        self._kernel.before(
+        self.calls.before(
             x.data_ptr(),
             x.numel(),
             before.weight.data_ptr(),
@@ -217,7 +222,7 @@ class _Fused:
             unusable(attention.o_proj, attended, attention.o_proj.in_features)
         attended = attended.reshape(batch, tokens, -1).contiguous()
         result = torch.empty_like(x)
-        self._kernel.after(
+        self.calls.after(
             x.data_ptr(),
             x.numel(),
             attended.data_ptr(),

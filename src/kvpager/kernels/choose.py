@@ -30,7 +30,8 @@ def open_kernel(shape: KVShape, config: PagerConfig) -> Kernel:
             raise ConfigError(f"kernel: 'native' is not built here; {REBUILD}")
         warnings.warn(f"the compiled kernels are not built: attention will be slow; {REBUILD}", RuntimeWarning, 2)
         return ReferenceKernel()
-    from kvpager.kernels.native import MOST_HEAD_DIM, NativeKernel, serves
+    from kvpager.kernels.native import NativeKernel, serves
+    from kvpager.kernels.native_digest import MOST_HEAD_DIM
 
     if serves(shape):
         set_threads(None)

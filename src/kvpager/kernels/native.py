@@ -34,12 +34,10 @@ from kvpager.ports import (
 
 __all__ = ["NativeKernel", "attend_group", "serves"]
 
-MOST_HEAD_DIM = 256
-
 
 def serves(shape: KVShape) -> bool:
     """Whether the compiled kernel can hold and attend to pages of this shape."""
-    return shape.head_dim % 8 == 0 and shape.head_dim <= MOST_HEAD_DIM
+    return native_digest.is_compiled(shape.head_dim)
 
 
 def _frames(storage: FrameStorage) -> _native.Frames:

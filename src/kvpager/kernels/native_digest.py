@@ -13,14 +13,21 @@ from kvpager._native import DigestStore
 from kvpager.errors import InputError
 from kvpager.ports import Choice, FloatArray, IntArray, Room, TileQuery
 
-__all__ = ["NativeDigest", "make"]
+__all__ = ["MOST_HEAD_DIM", "NativeDigest", "is_compiled", "make"]
+
+MOST_HEAD_DIM = 256
+
+
+def is_compiled(head_dim: int) -> bool:
+    """Whether the compiled kernels and digests take this head_dim."""
+    return head_dim % 8 == 0 and 0 < head_dim <= MOST_HEAD_DIM
 
 
 def make(kind: str, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int) -> NativeDigest | None:
-    """Digests of this kind, or None where only the core has them: other kinds than ``2bit``, and head_dim not a
-    multiple of 8, or above 256.
+    """Digests of this kind, or None where only the core has them: other kinds than ``2bit``, and a head_dim that is
+    not compiled.
     """
-    if kind != "2bit" or head_dim % 8 or not 8 <= head_dim <= 256:
+    if kind != "2bit" or not is_compiled(head_dim):
         return None
     return NativeDigest(layers, kv_heads, head_dim, page_size, sample)
 

@@ -18,7 +18,7 @@ from kvpager.models.weights import from_folder, from_gguf, stays_packed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["LoadedModel", "load"]
+__all__ = ["LoadedModel", "held_bytes", "load"]
 
 SAFETENSORS_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -115,10 +115,15 @@ def _loaded(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         tokenizer=tokenizer,
         name=name,
         context_length=int(context) if context else None,
-        weight_bytes=sum(part.nbytes for part in (*model.parameters(), *model.buffers())),
+        weight_bytes=held_bytes(model),
         dtype=cast(DType, chosen),
         end_ids=_end_ids(model, tokenizer),
     )
+
+
+def held_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's parameters and buffers in memory, those that are shared counted once."""
+    return sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -15,6 +15,11 @@ void bind_digest(nb::module_& module) {
       .def_prop_ro("page_bytes", &DigestStore::page_bytes)
       .def_prop_ro("nbytes", &DigestStore::nbytes)
       .def_prop_ro("scratch_nbytes", &DigestStore::scratch_nbytes)
+      .def_prop_rw("timed", [](const DigestStore& store) { return store.clock().on(); },
+                   [](const DigestStore& store, bool on) { store.clock().set(on); },
+                   "Whether the time of building and choosing inside of other calls is counted; setting it begins at 0.")
+      .def_prop_ro("nanoseconds", [](const DigestStore& store) { return store.clock().nanoseconds(); },
+                   "What was counted: the time by which those calls took longer.")
       .def("grow", &DigestStore::grow, nb::arg("rows"))
       .def("build", &DigestStore::build, nb::arg("layer"), nb::arg("rows").noconvert(), nb::arg("keys").noconvert())
       .def("choose", &DigestStore::choose, nb::arg("layer"), nb::arg("rows").noconvert(),

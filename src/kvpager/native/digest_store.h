@@ -5,6 +5,8 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -15,6 +17,7 @@
 
 #include "digest.h"
 #include "memory.h"
+#include "threads.h"
 
 namespace kvpager {
 
@@ -63,6 +66,30 @@ class Scratch {
   };
   std::unique_ptr<void, Free> memory_;
   size_t bytes_ = 0;
+};
+
+// Time that is counted only while somebody asks for it. Of calls that run beside others, a thread's share counts.
+class Clock {
+ public:
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+  void set(bool on) {
+    nanoseconds_ = 0;
+    on_ = on;
+  }
+  int64_t nanoseconds() const { return nanoseconds_; }
+
+  template <class F>
+  void around(F&& f) {
+    if (!on()) return f();
+    const auto began = std::chrono::steady_clock::now();
+    f();
+    const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - began;
+    nanoseconds_ += spent.count() / (beside_others() ? std::max(threads(), 1) : 1);
+  }
+
+ private:
+  std::atomic<bool> on_{false};
+  std::atomic<int64_t> nanoseconds_{0};
 };
 
 class DigestStore {
@@ -153,13 +180,13 @@ class DigestStore {
     const DigestTable& kernel = digest();
     const Looks looks{choice.tokens, choice.sample, choice.group};
     choice.scratch = scratch.hold(kernel.scratch(shape_, choice.pages, looks.total()));
-    kernel.choose(choice);
+    clock_.around([&] { kernel.choose(choice); });
     scratch.trim();
   }
 
   // As `build`, for a caller that holds the store and has checked all; several threads at once, each other rows.
   void build_held(int layer, const int64_t* rows, const float* keys, int64_t count) const {
-    digest().build(shape_, view(layer), rows, keys, count);
+    clock_.around([&] { digest().build(shape_, view(layer), rows, keys, count); });
   }
   // Throws where the layer or a row is none of the store's.
   void check(int layer, const int64_t* rows, int64_t count) const {
@@ -172,6 +199,7 @@ class DigestStore {
   }
 
   const DigestShape& shape() const { return shape_; }
+  Clock& clock() const { return clock_; }
 
  private:
   static size_t size(int value) { return static_cast<size_t>(value); }
@@ -198,6 +226,7 @@ class DigestStore {
   int64_t capacity_ = 0;
   std::vector<std::unique_ptr<Region>> layers_;
   Scratch scratch_;
+  mutable Clock clock_;
   std::mutex mutex_;  // other threads may run while the GIL is released
 };
 

@@ -193,6 +193,8 @@ void run_parallel(int64_t items, Work work, void* context) {
   for (int64_t item = 0; item < items; ++item) work(context, item, 0);
 }
 
+bool beside_others() { return inside; }
+
 void fetch_when_idle(const Range* ranges, int count) {
   Shared& state = shared();
   if (inside || !state.use.try_lock()) return;

@@ -21,6 +21,9 @@ inline void parallel(int64_t items, F&& f) {
       items, [](void* context, int64_t item, int thread) { (*static_cast<F*>(context))(item, thread); }, &f);
 }
 
+// Whether the caller is an item that runs beside others.
+bool beside_others();
+
 constexpr int kMostRanges = 8;
 
 // Lets the pool's threads fetch these ranges into the cache while they wait for work, up to kMostRanges, in order, in

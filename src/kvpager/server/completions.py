@@ -12,9 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvpager.engine.async_engine import Stream
 from kvpager.engine.outputs import FinishReason, Output
 from kvpager.engine.params import SamplingParams
+from kvpager.engine.stream import Stream
 from kvpager.errors import EngineStopped
 from kvpager.server.answers import (
     Choice,

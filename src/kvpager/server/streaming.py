@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvpager.engine.async_engine import Stream
 from kvpager.engine.outputs import Output
+from kvpager.engine.stream import Stream
 
 __all__ = ["DONE", "ClientGone", "EventStream", "event", "merged", "unless_gone"]
 
