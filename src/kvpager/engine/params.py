@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reprlib import repr as brief
 from typing import Any
 
+from kvpager.engine.text import require_text
 from kvpager.errors import InputError
 
 __all__ = ["MOST_CHOICES", "MOST_LOGPROBS", "SamplingParams"]
@@ -158,6 +159,7 @@ def _stops(value: object) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str):
             raise InputError(f"stop: {brief(stop)} is not text")
+        require_text(stop, "stop")
         if not 1 <= len(stop) <= MOST_STOP_CHARACTERS:
             raise InputError(f"stop: a text of {len(stop)} characters is not of 1..{MOST_STOP_CHARACTERS}")
     return stops

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from kvpager.engine.text import require_text
 from kvpager.errors import InputError
 from kvpager.server.errors import ApiError
 from kvpager.server.protocol import Message
@@ -45,7 +46,11 @@ class Texts:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a raw prompt; control tokens written out in it are control tokens."""
+        """Token ids of a raw prompt; control tokens written out in it are control tokens.
+
+        Raises InputError for what is no text.
+        """
+        require_text(text, "prompt")
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -147,6 +152,7 @@ def _content(message: Message, number: int) -> str:
                 400, f"{where}.{field}: this server knows text only", param="messages", code="unsupported_content"
             )
     if isinstance(message.content, str):
+        require_text(message.content, where)
         return message.content
     if message.content is None:
         raise ApiError(400, f"{where}.content: it is required", param="messages", code="missing_required_parameter")
@@ -154,7 +160,9 @@ def _content(message: Message, number: int) -> str:
         if part.type != "text" or part.text is None:
             text = f"{where}.content.{place}: this server knows parts of type text only"
             raise ApiError(400, text, param="messages", code="unsupported_content")
-    return "".join(part.text or "" for part in message.content)
+    content = "".join(part.text or "" for part in message.content)
+    require_text(content, where)
+    return content
 
 
 def _byte_alphabet() -> dict[str, int]:
