@@ -19,6 +19,7 @@ MOST_LOGPROBS = 100  # alternatives told beside a token; OpenAI's servers allow 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 4096
 MOST_BIASES = 4096
+LEAST_REPETITION = 0.01  # logits divided by much less become infinite
 GREEDY_BELOW = 1e-5  # temperatures below leave nothing to chance in float32
 
 
@@ -80,7 +81,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0, MOST_TOKENS)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, LEAST_REPETITION, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
