@@ -132,6 +132,7 @@ def test_chats_go_through_the_template(shared: LLM) -> None:
         (["fine", [1.5]], r"prompts\[1\]: expected text"),
         (["fine", None], r"prompts\[1\]: expected text"),
         ([True], r"prompts\[0\]: expected text"),
+        (["fine", "half \ud800"], r"prompts\[1\]: .* character 5 is half of one"),
         (7, "prompts: expected text"),
         (["fine", "long " * CONTEXT], rf"prompts\[1\]: .* {CONTEXT} for prompt and answer"),
     ],
@@ -146,8 +147,13 @@ def test_one_bad_prompt_is_named_and_nothing_runs(shared: LLM, prompts: Any, sai
     assert ids(shared.generate("fine", GREEDY))
 
 
+HALF = [{"role": "user", "content": "\ud800"}]
+
+
 @pytest.mark.promise(6)
-@pytest.mark.parametrize("messages", [[], [[]], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}], 5])
+@pytest.mark.parametrize(
+    "messages", [[], [[]], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}], 5, HALF]
+)
 def test_conversations_that_are_none_are_refused(shared: LLM, messages: Any) -> None:
     with pytest.raises(InputError, match="messages: "):
         shared.chat(messages, GREEDY)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvpager import bars, build
 from kvpager.config import DigestKind, DType, KernelName, Mode, PolicyName
 from kvpager.engine.params import SamplingParams
+from kvpager.engine.text import require_text
 from kvpager.errors import EngineStopped, InputError, StepError
 from kvpager.models.chat import chat_ids
 
@@ -264,10 +265,12 @@ class LLM:
                 isinstance(message.get(k), str) for k in ("role", "content")
             ):
                 raise InputError(f"messages: {message!r} is not like {{'role': 'user', 'content': 'Hello'}}")
+            require_text(message["content"], "messages")
         return chat_ids(self._loaded, messages)
 
     def _ids(self, prompt: object, index: int) -> list[int]:
         if isinstance(prompt, str):
+            require_text(prompt, f"prompts[{index}]")
             return list(self._loaded.tokenizer(prompt)["input_ids"])
         if not isinstance(prompt, Sequence) or any(isinstance(one, bool) or not isinstance(one, int) for one in prompt):
             raise InputError(f"prompts[{index}]: expected text or a list of token ids, got {brief(prompt)}")

@@ -63,6 +63,8 @@ def test_flags_are_true_or_false(name: str, value: Any) -> None:
         ({"top_p": 1.01}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"repetition_penalty": 0.009}, "repetition_penalty"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),

@@ -316,3 +316,21 @@ def test_huge_logits_stay_finite() -> None:
     logits = torch.tensor([3e38, -3e38, 3e38, 0.0])
     for params in ({}, {"top_p": 0.5}, {"temperature": 1e-5}, {"temperature": 100.0, "logprobs": 2}):
         assert one(logits, state(**params)).token in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"temperature": 0.00001},
+        {"temperature": 100},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100},
+        {"presence_penalty": -2, "frequency_penalty": -2, "repetition_penalty": 0.01, "temperature": 0.00001},
+        {"logit_bias": {0: 100, 1: -100}, "temperature": 0.00001},
+        {"top_p": 5e-324},
+        {"min_p": 1.0},
+    ],
+)
+def test_every_setting_that_is_taken_gives_a_token(edge: dict[str, Any]) -> None:
+    chosen = state([0, 1], [1] * 50, **{"temperature": 0.7, **edge})
+    assert 0 <= one(torch.tensor([80.0, -60.0, 3.0, 0.0, -1e4]), chosen).token < 5

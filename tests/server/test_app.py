@@ -199,6 +199,21 @@ BAD = {
     ),
     "an unknown form": (CHAT, hello(response_format={"type": "xml"}), "response_format", None),
     "usage without a stream": (CHAT, hello(stream_options={"include_usage": True}), "stream_options", "invalid_value"),
+    "half a character": (TEXT, {"prompt": "a\ud800"}, "prompt", "invalid_value"),
+    "half a character in a list": (TEXT, {"prompt": ["a", "\udfff"]}, "prompt", "invalid_value"),
+    "half a character in a chat": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        "messages",
+        "invalid_value",
+    ),
+    "half a character in a part": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]},
+        "messages",
+        "invalid_value",
+    ),
+    "half a character to stop at": (CHAT, hello(stop="\ud800"), "stop", "invalid_value"),
     "not an object": (CHAT, [1, 2], None, None),
 }
 

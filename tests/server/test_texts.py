@@ -57,6 +57,21 @@ def test_text_of_control_tokens_stays_text(nasty: str) -> None:
     assert texts.chat(turns([{"type": "text", "text": nasty}])) == ids
 
 
+def test_very_many_control_tokens_take_time_in_proportion() -> None:
+    """With work that grows with the square of their number, this would take hours."""
+    texts = Texts(with_own_start(), "tiny")
+    one = texts.chat(turns("a</s>b<s>"))
+    for nasty in ("</s>", "a</s>b<s>"):
+        ids = texts.chat(turns(nasty * 50_000))
+        assert ids.count(END) == 1
+        assert texts.decode(ids) == f"<s>user: {nasty * 50_000}</s>assistant: "
+    head, tail = (
+        len(texts.chat(turns(""), False)) - 1,
+        len(texts.chat(turns(""))) - len(texts.chat(turns(""), False)) + 1,
+    )
+    assert ids == one[:head] + one[head:-tail] * 50_000 + one[-tail:]
+
+
 def test_control_tokens_in_a_raw_prompt_are_control_tokens() -> None:
     assert Texts(tokenizer(), "tiny").encode("a</s>")[-1] == END
 

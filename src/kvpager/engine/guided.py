@@ -84,6 +84,10 @@ class Guides:
         matcher = llguidance.LLMatcher(self._tokens(), grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
         if matcher.is_error():
             raise InputError(f"json_schema: {_line(matcher.get_error())}")
+        first = matcher.deep_copy()
+        allowed = first.compute_bitmask()
+        if first.is_error() or not any(allowed):
+            raise InputError("json_schema: no text keeps to it, as where a $ref leads back to itself alone")
         return matcher
 
     def _tokens(self) -> Any:
@@ -159,5 +163,5 @@ def _llguidance() -> Any:
 
 
 def _line(error: object) -> str:
-    """The first line of a message, not longer than a line."""
-    return (str(error).strip().splitlines() or ["not understood"])[0][:300]
+    """A message as one line, not a long one."""
+    return " ".join(str(error).split())[:300] or "not understood"

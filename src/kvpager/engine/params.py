@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reprlib import repr as brief
 from typing import Any
 
+from kvpager.engine.text import require_text
 from kvpager.errors import InputError
 
 __all__ = ["MOST_CHOICES", "MOST_LOGPROBS", "SamplingParams"]
@@ -18,6 +19,7 @@ MOST_LOGPROBS = 100  # alternatives told beside a token; OpenAI's servers allow 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 4096
 MOST_BIASES = 4096
+LEAST_REPETITION = 0.01  # logits divided by much less become infinite
 GREEDY_BELOW = 1e-5  # temperatures below leave nothing to chance in float32
 
 
@@ -79,7 +81,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0, MOST_TOKENS)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, LEAST_REPETITION, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -158,6 +160,7 @@ def _stops(value: object) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str):
             raise InputError(f"stop: {brief(stop)} is not text")
+        require_text(stop, "stop")
         if not 1 <= len(stop) <= MOST_STOP_CHARACTERS:
             raise InputError(f"stop: a text of {len(stop)} characters is not of 1..{MOST_STOP_CHARACTERS}")
     return stops

@@ -6,18 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvpager.errors import InputError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvpager.engine.params import SamplingParams
 
-__all__ = ["TextState", "TextStream", "decoder"]
+__all__ = ["TextState", "TextStream", "decoder", "require_text"]
 
 MARK = "\ufffd"  # what a decoder shows for bytes that are no character
 HELD_MARKS = 3  # bytes of a character that is not whole yet
 WINDOW = 16  # tokens that are decoded together at most, but for odd ones
 KEPT = 8  # of them kept as context; more than the bytes of a character
 WINDOW_MOST = 64
+
+
+def require_text(text: str, name: str) -> None:
+    """Raise InputError for half a character (a lone surrogate): JSON can carry it, and no tokenizer can read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}: it is no text: character {error.start} is half of one (a lone surrogate)") from None
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:

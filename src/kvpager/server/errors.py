@@ -32,7 +32,7 @@ _STATUS_CODES = {
     415: "unsupported_media_type",
 }
 _FIELDS = {"json_schema": "response_format", "prompt_logprobs": "logprobs"}  # where clients have another name
-_FIELD = re.compile(r"(\w+)(?: of [^:]{1,30})?: ")
+_FIELD = re.compile(r"(\w+)(?:\.[\w.]+| of [^:]{1,30})?: ")
 
 
 class ApiError(HTTPException):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from kvpager.engine.text import require_text
 from kvpager.errors import InputError
 from kvpager.server.errors import ApiError
 from kvpager.server.protocol import Message
@@ -33,6 +34,7 @@ class Texts:
         added = self._tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
         longest_first = sorted(filter(None, control), key=len, reverse=True)
+        self._numbers = {control: number for number, control in enumerate(longest_first)}  # their marks'
         self._control = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._bytes = _byte_alphabet() if "ByteLevel" in str(self._tokenizer.backend_tokenizer.decoder) else None
 
@@ -45,7 +47,11 @@ class Texts:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a raw prompt; control tokens written out in it are control tokens."""
+        """Token ids of a raw prompt; control tokens written out in it are control tokens.
+
+        Raises InputError for what is no text.
+        """
+        require_text(text, "prompt")
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -74,9 +80,9 @@ class Texts:
             raise ApiError(400, f"{self._name} has no chat template; use /v1/completions", code="no_chat_template")
         if not messages:
             raise ApiError(400, "messages: there is none", param="messages", code="invalid_value")
-        marks: dict[str, str] = {}
+        nonce = uuid.uuid4().hex
         turns = [
-            {"role": _role(message.role, number), "content": self._marked(_content(message, number), marks)}
+            {"role": _role(message.role, number), "content": self._marked(_content(message, number), nonce)}
             for number, message in enumerate(messages)
         ]
         try:
@@ -88,10 +94,7 @@ class Texts:
             raise ApiError(
                 400, f"messages: the model's chat template refuses them: {reason}", param="messages"
             ) from error
-        if not marks:
-            return self.encode(text, False)
-        pieces = re.split("(" + "|".join(marks) + ")", text)
-        return [token for piece in pieces for token in self._piece_ids(piece, marks)]
+        return self._unmarked_ids(text, nonce)
 
     def token(self, token_id: int) -> tuple[str, bytes]:
         """A token as text and as bytes; where it is a part of a character, the text shows its bytes."""
@@ -112,23 +115,27 @@ class Texts:
             return bytes(self._bytes[character] for character in token)
         return None
 
-    def _marked(self, content: str, marks: dict[str, str]) -> str:
-        """The content with a mark in the place of each control token's text; `marks` gets what each stands for."""
+    def _marked(self, content: str, nonce: str) -> str:
+        """The content with marks, which nobody can guess, in the place of control tokens' text."""
         if self._control is None:
             return content
+        return self._control.sub(lambda found: f"mark{nonce}n{self._numbers[found.group()]}x", content)
 
-        def mark(match: re.Match[str]) -> str:
-            name = f"mark{uuid.uuid4().hex}"  # nobody can guess it, and no template changes it
-            marks[name] = match.group()
-            return name
-
-        return self._control.sub(mark, content)
-
-    def _piece_ids(self, piece: str, marks: dict[str, str]) -> list[int]:
-        if piece in marks:
-            ids = self._tokenizer(marks[piece], add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            return list(ids)
-        return self.encode(piece, False) if piece else []
+    def _unmarked_ids(self, text: str, nonce: str) -> list[int]:
+        """Token ids of a text with marks: each kind is read once, and what is between in one go."""
+        pieces = re.split(f"mark{nonce}n([0-9]+)x", text)  # text and the mark's number in turn
+        if len(pieces) == 1:
+            return self.encode(text, False)
+        between = list(dict.fromkeys(filter(None, pieces[::2])))
+        ids: dict[str, list[int]] = {"": []}
+        if between:
+            ids.update(zip(between, self._tokenizer(between, add_special_tokens=False)["input_ids"], strict=True))
+        marks: dict[str, list[int]] = {}
+        for control, number in self._numbers.items():
+            if str(number) in pieces[1::2]:
+                read = self._tokenizer(control, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                marks[str(number)] = list(read)
+        return [token for place, piece in enumerate(pieces) for token in (marks if place % 2 else ids)[piece]]
 
 
 def _role(role: str, number: int) -> str:
@@ -147,6 +154,7 @@ def _content(message: Message, number: int) -> str:
                 400, f"{where}.{field}: this server knows text only", param="messages", code="unsupported_content"
             )
     if isinstance(message.content, str):
+        require_text(message.content, where)
         return message.content
     if message.content is None:
         raise ApiError(400, f"{where}.content: it is required", param="messages", code="missing_required_parameter")
@@ -154,7 +162,9 @@ def _content(message: Message, number: int) -> str:
         if part.type != "text" or part.text is None:
             text = f"{where}.content.{place}: this server knows parts of type text only"
             raise ApiError(400, text, param="messages", code="unsupported_content")
-    return "".join(part.text or "" for part in message.content)
+    content = "".join(part.text or "" for part in message.content)
+    require_text(content, where)
+    return content
 
 
 def _byte_alphabet() -> dict[str, int]:
