@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterable
 from types import TracebackType
@@ -14,7 +15,7 @@ from kvpager.config import KVShape, PagerConfig
 from kvpager.core import forking, parking, transaction
 from kvpager.core.attention import AttendResult, Query
 from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
-from kvpager.core.guards import changes
+from kvpager.core.guards import changes, owned
 from kvpager.core.looking import Looking
 from kvpager.core.sequence import Member, Sequence, Step
 from kvpager.core.state import State
@@ -329,6 +330,14 @@ class Pager(Looking):
         return self._state.step
 
     # -- life
+
+    @owned
+    def populate(self) -> None:
+        """Have the system give the pool's memory now, not as frames are first used: or first requests would wait."""
+        memory = self._state.residency.storage.memory
+        if memory is not None:
+            touched = memory.reshape(-1)[:: mmap.PAGESIZE]
+            np.bitwise_or(touched, 0, out=touched)
 
     def adopt(self) -> None:
         """Make the calling thread the pager's owner. Raises ThreadError while a step is open."""

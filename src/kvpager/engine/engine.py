@@ -67,6 +67,7 @@ class Engine:
         self._seeds = random.Random(self.config.seed)
         shape = kv_shape(loaded.model.config, kv_dtype or loaded.dtype)
         self.pager = Pager(shape, pager_settings(self.config, pager, shape))
+        self.pager.populate()
         try:
             self._room = Room(self.pager, self.config.max_num_seqs, model_length(self.config, loaded))
             self._scheduler = Scheduler(
