@@ -20,6 +20,7 @@ import numpy as np
 
 from kvpager import KVShape, Pager, PagerConfig
 from kvpager.config import POLICIES
+from kvpager.core.scorer import Observed
 from kvpager.kernels.choose import native_module, set_threads
 from kvpager.ports import Masses
 
@@ -70,7 +71,9 @@ def measure(policy: str, place: str, batch: int) -> dict[str, float]:
                 costs.append(seconds * 1e6 / len(came))
                 absent.append(len(came))
             mass = rng.random(len(flat), np.float32) ** 4
-            residency.scorer.observe([of], layer, heads, Masses(mass, mass, mass, mass), 1, residency.clock.tick)
+            masses = Masses(mass, mass, mass, mass)
+            given = Observed(of, heads, masses, [0, len(flat)], [1], [residency.clock.tick], distinct=True)
+            residency.scorer.observe(layer, given)
     closing = clock()
     for sequence in list(pager._state.sequences.values()):
         pager.close(sequence)

@@ -27,7 +27,7 @@ from kvpager.evaluation.codes import CodesTask
 from kvpager.evaluation.echo import EchoTask
 from kvpager.evaluation.figures import divergence
 from kvpager.evaluation.forward import attention, chunk_bounds, forward, full_cache
-from kvpager.evaluation.text import bundled_text
+from kvpager.evaluation.text import bundled_ids, bundled_text
 from kvpager.hf import PagerCache
 from kvpager.hf.attention import NAME, pager_attention
 from kvpager.pictures import check_target, figure_type
@@ -86,7 +86,7 @@ class Watch:
 
 def texts(kind: str, tokenizer: Any, prompt: int, answer: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
     """Prompts and their answers, as token ids."""
-    ids = list(tokenizer(bundled_text(), add_special_tokens=False, verbose=False)["input_ids"])
+    ids = bundled_ids(tokenizer)
     for index in range(count):
         if kind == "book":
             start = 500 + index * (len(ids) - 1000 - prompt - answer) // max(1, count)

@@ -1,10 +1,7 @@
-"""The tables and the picture of docs/performance.md, from several runs of `kvpager bench kernel --json`.
+"""The tables and the picture of docs/performance.md, from several runs of `kvpager bench kernel --json`."""
 
-python benchmarks/kernel_tables.py docs/images/kernels.png RUN.json...
-"""
-
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from kvpager.bench.plots import draw_kernels
@@ -35,12 +32,19 @@ def table(rows):
         print(f"| {where} | {row['ms']:.3f} | {row['gb_per_s']:.1f} | {share} | {faster} | {cost} |")
 
 
-def main(target, *paths):
-    runs = [json.loads(Path(path).read_text()) for path in paths]
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog="example: python benchmarks/kernel_tables.py docs/images/kernels.png RUN.json..."
+    )
+    parser.add_argument("target", help="the picture")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json", help="outputs of --json")
+    args = parser.parse_args()
+    runs = [json.loads(path.read_text()) for path in args.runs]
     rows = [row for run in runs for row in run["rows"]]
-    for queries in sorted({row["queries"] for row in rows}):
-        print(f"\n{queries} queries\n")
-        table(row for row in rows if row["kernel"] == "native" and row["queries"] == queries)
+    for kernel in ("native-layer", "native"):
+        for queries in sorted({row["queries"] for row in rows if row["kernel"] == kernel}):
+            print(f"\n{kernel}, {queries} queries\n")
+            table(row for row in rows if row["kernel"] == kernel and row["queries"] == queries)
     print()
     for run in runs:
         for one in run["select"]:
@@ -48,8 +52,8 @@ def main(target, *paths):
         others = run["others_share"]
         print(f"stream {run['stream_gb_per_s']:.1f} GB/s, others {others:.1%}", *run["skipped"], sep="; ")
     machine = f"{runs[0]['machine']['processor']}, {runs[0]['threads']} threads, {runs[0]['isa']}"
-    draw_kernels([row for row in rows if row["kernel"] != "native-massless"], machine, target)
+    draw_kernels([row for row in rows if row["kernel"] != "native-massless"], machine, args.target)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

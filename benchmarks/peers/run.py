@@ -18,7 +18,7 @@ from workloads import WORKLOADS, plan_round, warm_up
 
 from kvpager.bench.machine import describe
 from kvpager.config import parse_size
-from kvpager.evaluation.text import bundled_text
+from kvpager.evaluation.text import bundled_ids
 from kvpager.models.find import find
 
 HERE = Path(__file__).parent
@@ -59,7 +59,7 @@ def tokenised(model: str) -> tuple[list[int], int]:
     config = AutoConfig.from_pretrained(folder)
     token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return tokenizer(bundled_text(), add_special_tokens=False, verbose=False)["input_ids"], token_bytes
+    return bundled_ids(tokenizer), token_bytes
 
 
 def settings_of(options: argparse.Namespace, token_bytes: int) -> dict[str, Any]:

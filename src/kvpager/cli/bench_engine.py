@@ -167,11 +167,9 @@ class Bench:
 
     def _texts(self) -> Prompts:
         from kvpager.bench.workload import Prompts
-        from kvpager.evaluation.text import bundled_text
+        from kvpager.evaluation.text import bundled_ids
 
-        text: Any = bundled_text()
-        ids = self._loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return Prompts(ids, self._work)
+        return Prompts(bundled_ids(self._loaded.tokenizer), self._work)
 
     def _longest(self) -> int:
         """The tokens of the longest request, in whole pages as far as the model goes: what pools are sized for."""

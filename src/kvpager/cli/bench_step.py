@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpager.cli.console import aligned, emit, emit_json, progress, say
 from kvpager.cli.options import add_model_options, add_pager_options, pager_options, positive, whole
@@ -123,7 +123,7 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel, options: PagerOption
 
 def _prompt(loaded: LoadedModel, tokens: int, more: int) -> list[int]:
     """The first `tokens` tokens of the bundled book; raises InputError when they, and `more`, are too many."""
-    from kvpager.evaluation.text import bundled_text
+    from kvpager.evaluation.text import bundled_ids
 
     context = loaded.context_length
     if context is not None and tokens + more > context:
@@ -131,11 +131,10 @@ def _prompt(loaded: LoadedModel, tokens: int, more: int) -> list[int]:
             f"prompt-tokens: {tokens}, and {more} more to write, do not fit the context of {loaded.name}, {context}"
         )
     # no token is longer than a word or two: so many characters are enough, and far quicker than the whole book
-    text: Any = bundled_text()[: 64 + 16 * tokens]
-    ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = bundled_ids(loaded.tokenizer, 64 + 16 * tokens)
     if len(ids) < tokens:
         raise InputError(f"prompt-tokens: {tokens} is more than the {len(ids)} tokens of the bundled text")
-    return list(ids[:tokens])
+    return ids[:tokens]
 
 
 def _read(loaded: LoadedModel, cache: PagerCache, prompt: list[int]) -> torch.Tensor:

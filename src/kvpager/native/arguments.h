@@ -10,6 +10,8 @@
 #include <string>
 #include <type_traits>
 
+#include "refuse.h"
+
 namespace kvpager {
 
 // A contiguous array of T through the buffer protocol (a third of the cost of a nanobind array). T is const where
@@ -73,5 +75,15 @@ class Array {
 
   Py_buffer buffer_;
 };
+
+using Ints = Array<const int64_t>;
+using Floats = Array<const float>;
+
+// Every number of an array must be in 0 .. below - 1.
+inline void check_range(const Ints& numbers, const char* name, int64_t below) {
+  for (int64_t i = 0; i < numbers.size(0); ++i)
+    if (numbers.data()[i] < 0 || numbers.data()[i] >= below)
+      refuse(is_not(name, numbers.data()[i], "in 0.." + std::to_string(below - 1)));
+}
 
 }  // namespace kvpager

@@ -10,7 +10,6 @@
 
 namespace kvpager {
 
-using Ints = Array<const int64_t>;
 
 // Pages of a tile, sorted by head, then by position; `flat` are their places in the page table in layer 0.
 struct Pages {

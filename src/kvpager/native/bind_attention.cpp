@@ -23,18 +23,6 @@ KV_DECLARE_TABLE(PagesTable, pages)
 
 namespace {
 
-using Ints = Array<const int64_t>;
-using Floats = Array<const float>;
-
-[[noreturn]] void refuse(const std::string& text) { throw nb::value_error(text.c_str()); }
-
-// Every number of an array must be in 0 .. below - 1.
-void check_range(const Ints& numbers, const char* name, int64_t below) {
-  for (int64_t i = 0; i < numbers.size(0); ++i)
-    if (numbers.data()[i] < 0 || numbers.data()[i] >= below)
-      refuse(std::string(name) + ": " + std::to_string(numbers.data()[i]) + " is not in 0.." + std::to_string(below - 1));
-}
-
 int64_t size_of(const Frames& frames) { return frames.layout().page_size; }
 int64_t dim_of(const Frames& frames) { return frames.layout().head_dim; }
 

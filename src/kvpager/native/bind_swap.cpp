@@ -15,16 +15,6 @@ KV_DECLARE_TABLE(SwapTable, swap)
 
 namespace {
 
-using Ints = Array<const int64_t>;
-
-[[noreturn]] void refuse(const std::string& text) { throw nb::value_error(text.c_str()); }
-
-void check_range(const Ints& numbers, const char* name, int64_t below) {
-  for (int64_t i = 0; i < numbers.size(0); ++i)
-    if (numbers.data()[i] < 0 || numbers.data()[i] >= below)
-      refuse(std::string(name) + ": " + std::to_string(numbers.data()[i]) + " is not in 0.." + std::to_string(below - 1));
-}
-
 void copy_pages(nb::handle slabs, nb::handle starts, int64_t capacity, nb::handle slots, nb::handle memory,
                 nb::handle rows, bool to_slots, nb::handle sums) {
   const Ints addresses(slabs, "slabs", {-1}), first(starts, "starts", {addresses.size(0)});

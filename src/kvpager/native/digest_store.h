@@ -17,6 +17,7 @@
 
 #include "digest.h"
 #include "memory.h"
+#include "refuse.h"
 #include "threads.h"
 
 namespace kvpager {
@@ -31,14 +32,6 @@ using Queries = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
 using PerQuery = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Chosen = nb::ndarray<bool, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ratio = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-inline void require(bool holds, const std::string& problem) {
-  if (!holds) throw nb::value_error(problem.c_str());
-}
-
-inline std::string is_not(const char* name, int64_t value, const std::string& allowed) {
-  return std::string(name) + ": " + std::to_string(value) + " is not " + allowed;
-}
 
 class Scratch {
  public:
@@ -191,11 +184,11 @@ class DigestStore {
   // Throws where the layer or a row is none of the store's.
   void check(int layer, const int64_t* rows, int64_t count) const {
     if (layer < 0 || layer >= static_cast<int>(layers_.size()))
-      throw std::invalid_argument(is_not("layer", layer, "in 0.." + std::to_string(layers_.size() - 1)));
+      refuse(is_not("layer", layer, "in 0.." + std::to_string(layers_.size() - 1)));
     for (int64_t i = 0; i < count; ++i)
       if (rows[i] < 0 || rows[i] >= capacity_)
-        throw std::invalid_argument(is_not("rows", rows[i], "below " + std::to_string(capacity_)));
-    if (capacity_ == 0) throw std::invalid_argument("rows: the store has none yet");
+        refuse(is_not("rows", rows[i], "below " + std::to_string(capacity_)));
+    if (capacity_ == 0) refuse("rows: the store has none yet");
   }
 
   const DigestShape& shape() const { return shape_; }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "refuse.h"
 #include "threads.h"
 
 namespace kvpager {
@@ -25,7 +26,6 @@ namespace nb = nanobind;
 
 using Memory = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-[[noreturn]] inline void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
 inline int64_t groups_of(int64_t outputs) { return (outputs + kGroup - 1) / kGroup; }
 
