@@ -20,6 +20,7 @@ from kvpager import __version__
 from kvpager.errors import KVPagerError
 from kvpager.server import completions
 from kvpager.server.errors import ApiError, ErrorResponse, as_api_error, not_valid
+from kvpager.server.hosts import require_host
 from kvpager.server.limits import bounded
 from kvpager.server.logs import LOGGER, request_id_of
 from kvpager.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -102,6 +103,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         try:
+            require_host(headers.get("host"), self.service.options.hosts)
             caller = self.service.keys.caller(headers.get("authorization"))
             scope["state"]["caller"] = caller
             scope["state"]["log"]["key"] = caller.key
