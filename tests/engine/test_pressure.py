@@ -109,6 +109,23 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one_which_goes_on_later(mo
     assert ends == ["high", "low", "equal"]
 
 
+def test_a_parked_request_goes_on_where_a_higher_priority_waits_for_what_it_holds() -> None:  # BUGS.md, G14
+    """Parked, it still counts against max_tokens; each of the two waited for the other, for ever."""
+    with rig.engine(pager=replace(SMALL, max_tokens=200), max_num_seqs=1) as engine:
+        engine.add("low", prompt(60, seed=1), greedy(60), priority=1)
+        answers = Answers()
+        for _ in range(5):
+            answers.take(engine.step())
+        engine.add("high", prompt(40, seed=2), greedy(20))
+        answers.take(engine.step())
+        assert engine.stats().preempted == 1
+        engine.add("large", prompt(100, seed=3), greedy(50))
+        run(engine, answers, steps=300)
+    assert answers["low"] == oracle(prompt(60, seed=1), 60)
+    assert answers["high"] == oracle(prompt(40, seed=2), 20)
+    assert answers["large"] == oracle(prompt(100, seed=3), 50)
+
+
 def test_a_request_is_parked_before_its_first_token_and_with_several_answers() -> None:
     long, many = prompt(200, seed=1), prompt(20, seed=2)
     with rig.engine(max_num_seqs=3, max_num_batched_tokens=67) as engine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -140,6 +142,20 @@ def test_text_and_tokens_go_both_ways(live: LiveServer) -> None:
     assert chat["count"] == live.chat("hi", max_tokens=1)["usage"]["prompt_tokens"]
 
 
+def test_long_lists_of_tokens_do_not_hold_up_the_event_loop(live: LiveServer) -> None:
+    threads: list[str] = []
+    told = live.service.texts.token
+
+    def token(one: int) -> tuple[str, bytes]:
+        threads.append(threading.current_thread().name)
+        return told(one)
+
+    with patch.object(live.service.texts, "token", token):
+        live.post("/tokenize", {"prompt": "ab", "return_token_strs": True})
+    assert len(threads) == 2
+    assert all(name.startswith("kvpager-texts") for name in threads)
+
+
 def test_watchers_get_their_answers(live: LiveServer) -> None:
     assert live.client.get("/health").json() == {"status": "ok", "state": "ready"}
     assert live.client.get("/ready").status_code == 200
@@ -259,6 +275,9 @@ def test_another_models_name_is_not_found(live: LiveServer) -> None:
 
 def test_other_errors_have_the_same_shape(live: LiveServer) -> None:
     assert error_of(live.client.get("/nowhere"))["code"] == "not_found"
+    slash = live.client.post(f"{CHAT}/", json=hello(), headers={"Host": "elsewhere.example"})
+    assert slash.status_code == 404
+    assert error_of(slash)["code"] == "not_found"
     wrong = live.client.get(CHAT)
     assert wrong.status_code == 405
     assert error_of(wrong)["code"] == "method_not_allowed"
@@ -267,7 +286,7 @@ def test_other_errors_have_the_same_shape(live: LiveServer) -> None:
     for content in (b"", b"{", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}"):
         broken = live.client.post(TEXT, content=content, headers=as_json)
         assert broken.status_code == 400, (content[:20], broken.text)
-        error_of(broken)
+        assert error_of(broken)["code"] == "invalid_json"
     other = live.client.post(TEXT, content=b"prompt=a", headers={"Content-Type": "application/x-www-form-urlencoded"})
     assert other.status_code == 415
     assert error_of(other)["code"] == "unsupported_media_type"

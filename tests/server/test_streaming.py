@@ -250,6 +250,19 @@ def test_when_all_clients_go_away_nothing_runs_any_more(live: LiveServer) -> Non
     assert stats["finished"].get("abort", 0) > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_of_one_request_go_to_the_engine_together(stream: bool) -> None:
+    """One at a time, each would wait for a step: they would be served one after the other, not as a batch."""
+    with fake_server() as server:
+        server.engine.gate.clear()
+        connection = server.raw(TEXT, {"prompt": ["one", "two", "three", "four"], "max_tokens": 2, "stream": stream})
+        server.until(lambda: len(server.service.engine._streams) == 4)  # no step has ended yet
+        assert server.engine.steps == 0
+        server.engine.gate.set()
+        assert b" 200 OK" in connection.recv(65536)
+        connection.close()
+
+
 def test_a_client_that_leaves_while_it_sends_does_no_harm(live: LiveServer) -> None:
     connection = live.raw(TEXT, {"prompt": "x"})
     connection.close()

@@ -96,6 +96,13 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="web pages whose scripts may use the server, as https://example.org, or * (default: none)",
     )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names that clients may reach the server by, beside addresses and localhost, or * (default: none where it "
+        "listens on this machine alone and has no key, so that no web page gets in by a name of its own; else all)",
+    )
     group.add_argument("--log-prompts", action="store_true", help="put prompts and answers into the log")
     group.add_argument(
         "--grace",
@@ -204,12 +211,14 @@ def run(args: argparse.Namespace) -> int:
 def service_options(args: argparse.Namespace) -> ServiceOptions:
     """How to serve, from the command line and the environment. Raises ConfigError."""
     from kvpager.server.auth import collect_keys
+    from kvpager.server.hosts import is_loopback
     from kvpager.server.limits import Limits
     from kvpager.server.service import ServiceOptions
 
+    keys = tuple(collect_keys(args.api_key, args.api_key_file, os.environ))
     return ServiceOptions(
         names=tuple(args.served_model_name or [own_name(args.model)]),
-        api_keys=tuple(collect_keys(args.api_key, args.api_key_file, os.environ)),
+        api_keys=keys,
         limits=Limits(
             body_bytes=parse_size(args.max_body, "max_body"),
             prompt_tokens=args.max_prompt_tokens,
@@ -218,9 +227,17 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             connections=args.max_connections,
         ),
         allowed_origins=tuple(args.allowed_origins),
+        hosts=hosts(args.allowed_hosts, open_to_others=bool(keys) or not is_loopback(args.host)),
         log_prompts=args.log_prompts,
         request_seconds=args.request_timeout,
     )
+
+
+def hosts(given: list[str] | None, *, open_to_others: bool) -> tuple[str, ...] | None:
+    """The names that the server goes by; None for all."""
+    if given is None:
+        return None if open_to_others else ()
+    return None if "*" in given else tuple(name.lower().removesuffix(".") for name in given)
 
 
 def own_name(model: str) -> str:

@@ -117,10 +117,12 @@ class Scheduler:
                 return
 
     def _resume(self) -> None:
-        """Let parked requests go on, the first ones first, unless one of higher priority waits."""
+        """Let parked requests go on in order, unless one of higher priority waits that they leave room for."""
         while self.parked:
             first = self.parked[0]
-            if self.waiting and self.waiting[0].priority < first.priority:
+            ahead = self.waiting[0] if self.waiting and self.waiting[0].priority < first.priority else None
+            # what parked requests hold in swap may be what it waits for: then only their end helps it
+            if ahead is not None and self._fits(ahead, [], self.parked):
                 return
             if self.running and (first.patience == self._ended or not self._fits(first, self.running, self.parked)):
                 return

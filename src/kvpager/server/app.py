@@ -20,6 +20,7 @@ from kvpager import __version__
 from kvpager.errors import KVPagerError
 from kvpager.server import completions
 from kvpager.server.errors import ApiError, ErrorResponse, as_api_error, not_valid
+from kvpager.server.hosts import require_host
 from kvpager.server.limits import bounded
 from kvpager.server.logs import LOGGER, request_id_of
 from kvpager.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -39,6 +40,7 @@ def create_app(service: Service) -> FastAPI:
         summary="An OpenAI-compatible server whose KV memory is bounded",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # where to is made from a header of the client's
     )
     _add_routes(app, service)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -101,6 +103,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         try:
+            require_host(headers.get("host"), self.service.options.hosts)
             caller = self.service.keys.caller(headers.get("authorization"))
             scope["state"]["caller"] = caller
             scope["state"]["log"]["key"] = caller.key
@@ -124,6 +127,8 @@ def _on_http_error(request: Request, error: Exception) -> Response:
         return ErrorResponse(error)
     assert isinstance(error, HTTPException)
     said = {404: f"There is no {request.url.path}.", 405: f"{request.method} is not for {request.url.path}."}
+    if error.status_code == 400:  # FastAPI's word for a body in which its JSON parser broke off
+        return ErrorResponse(ApiError(400, "The body is not JSON: no UTF-8, or nested too deep.", code="invalid_json"))
     message = said.get(error.status_code, str(error.detail))
     return ErrorResponse(ApiError(error.status_code, message, headers=error.headers))
 
@@ -178,7 +183,7 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
             ids = await texts.run(texts.chat, body.messages, body.add_generation_prompt is not False)
         else:
             ids = await texts.run(texts.encode, body.prompt, body.add_special_tokens is not False)
-        strings = [texts.token(token)[0] for token in ids] if body.return_token_strs else None
+        strings = await texts.run(texts.strings, ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": strings}
 
     @app.post("/detokenize")

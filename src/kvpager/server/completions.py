@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -30,7 +31,7 @@ from kvpager.server.auth import Caller
 from kvpager.server.errors import ApiError, as_api_error
 from kvpager.server.protocol import ChatRequest, CompletionRequest, refuse_unsupported, sampling_params
 from kvpager.server.service import Service
-from kvpager.server.streaming import DONE, ClientGone, EventStream, event, merged, unless_gone
+from kvpager.server.streaming import DONE, ClientGone, EventStream, ended, event, merged, unless_gone
 
 __all__ = ["chat", "complete"]
 
@@ -117,13 +118,12 @@ class Job:
     # ---- running ----
 
     async def _submit(self) -> list[Stream]:
-        """All prompts into the engine, or none of them."""
+        """All prompts into the engine, or none of them; together, since the engine takes requests between its steps."""
         caller: Caller = self.request.scope["state"]["caller"]
         seconds = self.service.options.request_seconds
-        streams: list[Stream] = []
-        try:
-            for number, ids in enumerate(self.prompts):
-                stream = await self.service.engine.submit(
+        submits = [
+            asyncio.ensure_future(
+                self.service.engine.submit(
                     f"{self.id}-{number}",
                     ids,
                     self.params,
@@ -131,12 +131,17 @@ class Job:
                     deadline=None if seconds is None else time.monotonic() + seconds,
                     salt=caller.salt,
                 )
-                streams.append(stream)
+            )
+            for number, ids in enumerate(self.prompts)
+        ]
+        try:
+            return list(await asyncio.gather(*submits))
         except BaseException:
-            for stream in streams:
-                stream.close()
+            await ended(*submits)
+            for submit in submits:
+                if not submit.cancelled() and submit.exception() is None:
+                    submit.result().close()
             raise
-        return streams
 
     async def _outputs(self, streams: list[Stream]) -> AsyncGenerator[tuple[int, Output]]:
         """(number of the choice, output) as they come; raises ApiError where one ends with an error."""

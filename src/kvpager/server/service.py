@@ -27,6 +27,7 @@ class ServiceOptions:
     names             the model's names for clients; the first is the one in answers
     api_keys          who may ask; none: everybody
     allowed_origins   web pages that may use the server from a browser, as in "https://example.org"; "*" for all
+    hosts             names that the server goes by, beside its addresses and localhost; None for all
     log_prompts       prompts and answers in the logs
     request_seconds   after which a request is cut short; None for no bound
     """
@@ -35,6 +36,7 @@ class ServiceOptions:
     api_keys: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     allowed_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
     log_prompts: bool = False
     request_seconds: float | None = None
 

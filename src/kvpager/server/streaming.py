@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from kvpager.engine.outputs import Output
 from kvpager.engine.stream import Stream
 
-__all__ = ["DONE", "ClientGone", "EventStream", "event", "merged", "unless_gone"]
+__all__ = ["DONE", "ClientGone", "EventStream", "ended", "event", "merged", "unless_gone"]
 
 DONE = b"data: [DONE]\n\n"
 SEND_SECONDS = 120.0  # a client that has read nothing for so long counts as gone
@@ -40,7 +40,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGone
         return await working
     finally:
-        await _ended(working, watching)
+        await ended(working, watching)
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]]:
@@ -62,7 +62,7 @@ async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]
                 waiting[asyncio.ensure_future(streams[number].__anext__())] = number
                 yield number, output
     finally:
-        await _ended(*waiting)
+        await ended(*waiting)
 
 
 class EventStream(Response):
@@ -102,7 +102,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _ended(*tasks: asyncio.Future[Any]) -> None:
+async def ended(*tasks: asyncio.Future[Any]) -> None:
     """Cancel what has not ended, and wait until it has, so that whatever it holds is let go."""
     for task in tasks:
         task.cancel()

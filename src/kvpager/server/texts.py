@@ -108,6 +108,10 @@ class Texts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
+    def strings(self, ids: Sequence[int]) -> list[str]:
+        """Each token as text."""
+        return [self.token(token)[0] for token in ids]
+
     def _known_bytes(self, token: str) -> bytes | None:
         if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
