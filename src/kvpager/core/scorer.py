@@ -340,6 +340,14 @@ class AttentionScorer:
         for array in (self._born, *self._pages.values()):
             array[:, target_row] = array[:, source_row]
 
+    def last_used(self, flat: IntArray) -> Int32Array:
+        """The ticks at which pages of flat indices [n] were last attended to, or written."""
+        self.settle()
+        block, head = np.divmod(flat.astype(np.int64), self.kv_heads)
+        row, layer = np.divmod(block, self.layers)
+        found: Int32Array = self._pages["last_used"][layer, row, head]
+        return found
+
     def numbers(
         self, flat: IntArray, tick: int, current_layer: int, again: bool = False, shared: bool = False
     ) -> PageNumbers:

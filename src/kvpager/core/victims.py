@@ -13,7 +13,11 @@ from kvpager.ports import IntArray
 __all__ = ["Clock", "Victims"]
 
 SHARE = 2  # of the pages that could leave, one in so many is put in order for the faults that follow
-TURNS = 8  # an order serves the layers of one part in so many of a tick
+TURNS = 8  # an order serves the layers of one part in so many of a tick,
+FRAMES = (
+    8192  # and as many times that as there are so many frames to choose among: to score them all takes so much longer
+)
+LOOK = 4  # times what is wanted, that is looked at in an order that is older
 
 
 class Clock:
@@ -27,8 +31,8 @@ class Victims:
     """Frames that may be taken away, those first whose pages score least.
 
     To score all pages costs as much as reading hundreds of them back. So the half that scores least is kept, in order,
-    and later faults take from it what has not been taken, while at most an eighth of the layers have run since. What
-    was read back meanwhile is not among them, for it would have to be scored first.
+    and later faults take from it what was neither taken nor attended to, while at most an eighth of the layers have
+    asked since (more in a large pool). What was read back meanwhile is not there: it would have to be scored first.
     """
 
     def __init__(
@@ -39,7 +43,8 @@ class Victims:
         self._rng = np.random.default_rng(seed)
         self._frames: IntArray = np.zeros(0, np.int64)
         self._owners = pool.owner[self._frames]
-        self._scored = 0  # layers that had run when they were put in order
+        self._tick = 0  # when they were put in order
+        self._turn, self._turns, self._limit = 0, 0, 0  # who asked last, how many have since, and how many may
 
     @property
     def nbytes(self) -> int:
@@ -48,17 +53,25 @@ class Victims:
 
     def least(self, count: int) -> IntArray:
         """The `count` frames to take, or all that may be taken where there are no more."""
-        now = self._clock.tick * self._scorer.layers + self._clock.layer
-        if count < len(self._frames) and 0 <= now - self._scored <= self._scorer.layers // TURNS:
+        turn = self._clock.layer if self._scorer.layers > 1 else self._clock.tick
+        self._turns += turn != self._turn
+        self._turn = turn
+        if count < len(self._frames) and self._turns <= self._limit:
             frames = self._frames
             there = self._pool.evictable[frames] & ~self._pool.pinned[frames]
             there &= self._pool.owner[frames] == self._owners
-            some = np.flatnonzero(there)[:count]
+            some = np.flatnonzero(there)
+            if self._limit > self._scorer.layers // TURNS:
+                some = some[: LOOK * count]
+                some = some[self._scorer.last_used(self._owners[some].astype(np.int64)) <= self._tick]
+            some = some[:count]
             if len(some) == count:
                 self._keep(int(some[-1]) + 1)
                 return frames[some]
-        self._scored = now
-        return self.among(self._pool.victims(), count)
+        victims = self._pool.victims()
+        self._tick, self._turns = self._clock.tick, 0
+        self._limit = self._scorer.layers // TURNS * max(1, len(victims) // FRAMES)
+        return self.among(victims, count)
 
     def _keep(self, start: int) -> None:
         self._frames, self._owners = self._frames[start:], self._owners[start:]
