@@ -41,9 +41,9 @@ def test_all_that_there_is_room_for_comes_in_together(kernel, policy):
     pager, sequences, keys = pressed(kernel, policy=policy)
     residency = pager._state.residency
     for layer in range(SHAPE.layers):
-        assert residency.room == 60 - 3 * 6  # an open page of each sequence, layer and head
+        assert pager._state.pool.room == 60 - 3 * 6  # an open page of each sequence, layer and head
         flat = places(pager, sequences, layer, 7)
-        assert len(flat) == residency.room
+        assert len(flat) == pager._state.pool.room
         frames, absent = residency.fault(flat)
         assert len(np.unique(frames)) == len(frames)
         assert len(absent) > 20
@@ -56,7 +56,7 @@ def test_all_that_there_is_room_for_comes_in_together(kernel, policy):
 
 def test_one_page_more_than_there_is_room_for_is_refused():
     pager, sequences, _ = pressed()
-    flat = places(pager, sequences, 1, 8)[: pager._state.residency.room + 1]
+    flat = places(pager, sequences, 1, 8)[: pager._state.pool.room + 1]
     recalls = pager.stats().recalls
     with pytest.raises(PoolExhausted, match="larger pool"):
         pager._state.residency.fault(flat)

@@ -41,7 +41,10 @@ class FramePool:
 
     @property
     def room(self) -> int:
-        """Frames that are free or that can be made free."""
+        """Frames that are free or can be made free: the most full pages that can be in the pool together now.
+
+        Open pages have theirs already. So a fault of at most so many pages that are not open fits.
+        """
         return self.free_count + int(np.count_nonzero(self.evictable))
 
     @property

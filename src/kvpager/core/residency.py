@@ -83,14 +83,6 @@ class Residency:
         self.table.frame[rows, layer] = frames
         return frames
 
-    @property
-    def room(self) -> int:
-        """The most full pages that can be in the pool together now: frames that are free, or whose page may leave.
-
-        Open pages are in the pool already. So a call of `fault` with at most so many pages that are not open fits.
-        """
-        return self.pool.free_count + int(np.count_nonzero(self.pool.evictable))
-
     def fault(self, flat: IntArray) -> tuple[IntArray, IntArray]:
         """Bring pages (flat indices, [n]) into the pool together: their frames, and the indices of those absent before.
 
