@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpager.cli.console import emit, say
-from kvpager.cli.options import add_model_options, add_pager_options, number, pager_options, positive
+from kvpager.cli.options import add_model_options, add_pager_options, add_sampling_options, pager_options, positive
 from kvpager.errors import KVPagerError
 
 if TYPE_CHECKING:
@@ -52,16 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--max-tokens", type=positive, default=512, metavar="N", help="tokens of an answer at most (default: 512)"
     )
-    parser.add_argument(
-        "--temperature", type=number(0, 100), default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=number(1e-6, 1),
-        default=1.0,
-        metavar="P",
-        help="sample from the likeliest tokens that make up P (default: 1)",
-    )
+    add_sampling_options(parser)
     remote = parser.add_argument_group("with a server")
     remote.add_argument(
         "--url",

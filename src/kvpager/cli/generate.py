@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.console import emit, emit_json, progress, say
-from kvpager.cli.options import add_model_options, add_pager_options, number, pager_options, positive
+from kvpager.cli.options import add_model_options, add_pager_options, add_sampling_options, pager_options, positive
 from kvpager.errors import InputError
 from kvpager.models.chat import chat_ids
 
@@ -53,16 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--max-tokens", type=positive, default=256, metavar="N", help="tokens to write at most (default: 256)"
     )
-    parser.add_argument(
-        "--temperature", type=number(0, 100), default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=number(1e-6, 1),
-        default=1.0,
-        metavar="P",
-        help="sample from the likeliest tokens that make up P (default: 1)",
-    )
+    add_sampling_options(parser)
     parser.add_argument(
         "--ignore-eos", action="store_true", help="write on past the model's end mark (for measuring speed)"
     )

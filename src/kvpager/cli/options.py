@@ -21,6 +21,7 @@ __all__ = [
     "add_load_options",
     "add_model_options",
     "add_pager_options",
+    "add_sampling_options",
     "number",
     "pager_options",
     "positive",
@@ -263,4 +264,18 @@ def workload(args: argparse.Namespace) -> Workload:
         shared_prefix=args.shared_prefix,
         groups=args.prefix_groups,
         seed=args.seed,
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add --temperature and --top-p."""
+    parser.add_argument(
+        "--temperature", type=number(0, 100), default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(1e-6, 1),
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens that make up P (default: 1)",
     )

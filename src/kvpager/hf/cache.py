@@ -10,7 +10,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
 
 from kvpager.config import PagerConfig
 from kvpager.core.pager import Pager
@@ -25,6 +24,7 @@ from kvpager.errors import (
 )
 from kvpager.hf.attention import HANDLE, NAME
 from kvpager.hf.eager import eager
+from kvpager.hf.handle import PagedCache
 from kvpager.hf.shape import architecture, kv_shape
 from kvpager.hf.step import BoolArray, Step, columns_of, taken_back
 from kvpager.stats import PagerStats
@@ -32,7 +32,7 @@ from kvpager.stats import PagerStats
 __all__ = ["PagerCache"]
 
 
-class PagerCache(Cache):
+class PagerCache(PagedCache):
     """The cache to hand to ``model.generate(..., cache=cache)`` or to a forward of a model loaded with
     ``attn_implementation="kvpager"``.
 
@@ -67,8 +67,7 @@ class PagerCache(Cache):
             wanted = shape if dtype is not None else replace(shape, dtype=pager.shape.dtype)
             if replace(pager.shape, scale=None) != wanted:
                 raise ConfigError(f"pager: its shape is {pager.shape}, and the model's is {wanted}")
-        super().__init__(layers=[])
-        self.pager = Pager(shape, pager_config or PagerConfig()) if pager is None else pager
+        super().__init__(Pager(shape, pager_config or PagerConfig()) if pager is None else pager)
         self.sequences: list[Sequence] = []
         self._owns_pager = pager is None
         self._config = model_config.get_text_config(decoder=True)
@@ -182,13 +181,6 @@ class PagerCache(Cache):
         """Columns that a mask spans, and where it begins: all of them from 0, also with a sliding window."""
         return self._columns + query_length, 0
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: the cache grows as long as there is swap."""
-        return -1
-
-    def __len__(self) -> int:
-        return self.pager.shape.layers
-
     def __repr__(self) -> str:
         return f"PagerCache({len(self.sequences)} rows, {self._columns} columns, {self.pager.shape})"
 
@@ -198,34 +190,9 @@ class PagerCache(Cache):
         return len(self.sequences) or -1
 
     @property
-    def is_initialized(self) -> bool:
-        """True: the pool is there from the beginning."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: paging is not traced."""
-        return False
-
-    @property
     def is_croppable(self) -> bool:
         """True: `crop` leaves no trace."""
         return True
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """For each layer, whether it has a sliding window."""
-        return [self.pager.shape.window(layer) is not None for layer in range(len(self))]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """For each layer False: there are no recurrent layers."""
-        return [False] * len(self)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """For each layer False: every layer holds keys and values."""
-        return [False] * len(self)
 
     # Changes between forwards
 

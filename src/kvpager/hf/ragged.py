@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvpager.core.pager import Pager
 from kvpager.core.sequence import Sequence
 from kvpager.errors import CacheMismatch, StepError, UnsupportedModel
 from kvpager.hf.attention import HANDLE, NAME
 from kvpager.hf.eager import eager
-from kvpager.hf.handle import Forward
+from kvpager.hf.handle import Forward, PagedCache
 from kvpager.hf.shape import architecture
 from kvpager.hf.step import attend_batch
 
@@ -93,17 +92,12 @@ class RaggedRunner:
 class _RaggedForward(Forward):
     """A forward of one row in which the sequences of the pager's open step stand one after the other."""
 
-    __slots__ = ("_mark", "_pager")
+    __slots__ = ("_mark",)
 
     def __init__(self, pager: Pager, mark: object) -> None:
-        super().__init__()
+        super().__init__(pager)
         self.layer = -1
-        self._pager, self._mark = pager, mark
-
-    @property
-    def pager(self) -> Pager:
-        """The pager that holds the keys and values."""
-        return self._pager
+        self._mark = mark
 
     def attend(
         self,
@@ -115,26 +109,26 @@ class _RaggedForward(Forward):
         softcap: float | None,
     ) -> torch.Tensor:
         """Store one layer's keys and values of all sequences and attend: [1, tokens, query heads, head_dim]."""
-        if self._pager.step is not self._mark:
+        if self.pager.step is not self._mark:
             raise StepError("the pager was used elsewhere in the middle of this forward, which is undone")
-        return attend_batch(self._pager, self.layer, query, key, value, scale=scale, softcap=softcap)
+        return attend_batch(self.pager, self.layer, query, key, value, scale=scale, softcap=softcap)
 
 
-class _RaggedCache(Cache):
+class _RaggedCache(PagedCache):
     """What transformers takes for a cache: hands each layer's keys and values on to the attention function."""
 
     def __init__(self, pager: Pager, name: str) -> None:
-        super().__init__(layers=[])
-        self._pager, self._name = pager, name
+        super().__init__(pager)
+        self._name = name
         self._forward = _RaggedForward(pager, None)
 
     def start(self, mark: object) -> None:
         """Begin a forward in the pager's open step `mark`."""
-        self._forward = _RaggedForward(self._pager, mark)
+        self._forward = _RaggedForward(self.pager, mark)
 
     def require_whole(self) -> None:
         """Raise CacheMismatch unless every layer's keys and values have been attended to."""
-        if self._forward.pending or self._forward.layer != self._pager.shape.layers - 1:
+        if self._forward.pending or self._forward.layer != self.pager.shape.layers - 1:
             raise CacheMismatch(f"{self._name}: layer {self._forward.layer} was not attended to by kvpager's attention")
 
     @eager
@@ -167,30 +161,3 @@ class _RaggedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """The new tokens alone: no mask is made."""
         return query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no bound."""
-        return -1
-
-    def __len__(self) -> int:
-        return self._pager.shape.layers
-
-    @property
-    def is_initialized(self) -> bool:
-        """True: the pool is there from the beginning."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: paging is not traced."""
-        return False
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """For each layer, whether it has a sliding window."""
-        return [self._pager.shape.window(layer) is not None for layer in range(len(self))]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """For each layer False: there are no recurrent layers."""
-        return [False] * len(self)

@@ -164,22 +164,17 @@ def attend_batch(
 class Step(Forward):
     """A PagerCache's forward that has begun."""
 
-    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_mark", "_pager", "_real", "_rows", "_tokens")
+    __slots__ = ("_alone", "_batch", "_cache", "_columns", "_mark", "_real", "_rows", "_tokens")
 
     def __init__(self, cache: PagerCache, batch: int, columns: int) -> None:
-        super().__init__()
-        self._cache, self._pager = cache, cache.pager
+        super().__init__(cache.pager)
+        self._cache = cache
         self._batch, self._columns = batch, columns
         self._rows: list[Row] = []
         self._real: BoolArray | None = None
         self._alone = False
         self._tokens: torch.Tensor | None = None  # the real ones among batch x columns, or None for all
         self._mark: object | None = None  # the pager's step, while it is open
-
-    @property
-    def pager(self) -> Pager:
-        """The pager that holds the keys and values."""
-        return self._pager
 
     def attend(
         self,
@@ -199,13 +194,13 @@ class Step(Forward):
         try:
             if self.layer == 0:
                 self._begin(mask)
-            elif self._mark is not None and self._mark is not self._pager.step:
+            elif self._mark is not None and self._mark is not self.pager.step:
                 raise StepError("the pager was used elsewhere in the middle of this forward, which is undone")
             elif mask is not None and mask.ndim != 2:
                 raise InputError(f"attention_mask: layer {self.layer} got a mask of {mask.ndim} dimensions, not 2")
             output = self._alone_attend if self._alone else self._rows_attend
             result = output(query, key, value, scale, softcap)
-            if self.layer == self._pager.shape.layers - 1:
+            if self.layer == self.pager.shape.layers - 1:
                 self._commit()
         except BaseException:
             self._cache.abandon()
@@ -224,25 +219,25 @@ class Step(Forward):
         self._alone = self._batch == 1 and not padded
         self._tokens = _tokens_of(self._rows, self._columns) if padded else None
         if self._rows:
-            self._pager.begin([row.sequence for row in self._rows], [row.count for row in self._rows])
-            self._mark = self._pager.step
+            self.pager.begin([row.sequence for row in self._rows], [row.count for row in self._rows])
+            self._mark = self.pager.step
 
     def _commit(self) -> None:
         if self._mark is not None:
-            self._pager.commit()
+            self.pager.commit()
             self._mark = None
         self._cache.advance(self._columns, self._real)
 
     def undo(self) -> None:
         """Roll back what this forward has stored, if anything and if nobody else has done so."""
-        if self._mark is not None and self._mark is self._pager.step:
-            self._pager.rollback()
+        if self._mark is not None and self._mark is self.pager.step:
+            self.pager.rollback()
 
     def _alone_attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None
     ) -> torch.Tensor:
         """A batch of one without padding: nothing is gathered."""
-        return attend_batch(self._pager, self.layer, query, key, value, scale=scale, softcap=softcap)
+        return attend_batch(self.pager, self.layer, query, key, value, scale=scale, softcap=softcap)
 
     def _rows_attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None
@@ -258,7 +253,7 @@ class Step(Forward):
             return (rows if tokens is None else rows[:, tokens]).unsqueeze(0)
 
         result = attend_batch(
-            self._pager, self.layer, ragged(query), ragged(key), ragged(value), scale=scale, softcap=softcap
+            self.pager, self.layer, ragged(query), ragged(key), ragged(value), scale=scale, softcap=softcap
         )
         if tokens is None:
             return result.view(batch, columns, heads, channels)
