@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
-__all__ = ["PagerStats", "peak_rss_bytes"]
+__all__ = ["PagerStats", "StoreStats", "peak_rss_bytes"]
 
 
 def peak_rss_bytes() -> int:
@@ -72,3 +72,46 @@ class PagerStats:
     def as_dict(self) -> dict[str, int | float]:
         """All figures, `resident_bytes` among them, for JSON."""
         return {**asdict(self), "resident_bytes": self.resident_bytes}
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """One look at a store of blocks.
+
+    state            "ok", or why it is out of use at the moment ("off": for good)
+    blocks, records  held now
+    payload_bytes    of the pages of these blocks
+    bytes            on disk, all included
+    limit_bytes      the most that it may grow to
+    hits, misses     blocks that were asked for by key, and were there or not
+    read_bytes       of pages, handed out
+    stored           blocks written for good, acknowledged
+    stored_bytes     of their pages
+    skipped          blocks that were not stored because writing could not keep up
+    waiting          blocks taken that are not written yet; waiting_bytes: of them
+    dropped          blocks that made way for others (the quota)
+    damaged          blocks that did not match their checksums or their keys
+    errors           failures by kind: "full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow"
+    """
+
+    state: str = "ok"
+    blocks: int = 0
+    records: int = 0
+    payload_bytes: int = 0
+    bytes: int = 0
+    limit_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    read_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    skipped: int = 0
+    waiting: int = 0
+    waiting_bytes: int = 0
+    dropped: int = 0
+    damaged: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, object]:
+        """All figures, for JSON."""
+        return asdict(self)

@@ -1,0 +1,1 @@
+"""Stores: complete blocks that outlive the process, by key; see docs/stores.md."""
