@@ -67,7 +67,7 @@ def test_neither_the_place_nor_the_name_changes_it(folder: Path, tmp_path: Path)
 
 def test_threads_and_pieces_do_not_change_it() -> None:
     class Model(torch.nn.Module):
-        class config:  # noqa: N801 - as transformers names it
+        class config:
             to_dict = staticmethod(dict)
 
         def __init__(self) -> None:

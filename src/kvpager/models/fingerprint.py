@@ -69,8 +69,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     import torch
 
     flat = tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
-    yield from flat.split(PIECE_BYTES) if len(flat) else ()
+    yield from torch.split(flat, PIECE_BYTES) if len(flat) else ()
 
 
 def _digest(piece: torch.Tensor) -> bytes:
-    return hashlib.sha256(piece.cpu().numpy()).digest()
+    return hashlib.sha256(piece.cpu().numpy().data).digest()

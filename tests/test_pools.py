@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpager.build import PagerOptions, full_frames, least_frames, pager_config, pool_frames
 from kvpager.config import KVShape, PagerConfig
 from kvpager.core.pager import Pager
 from kvpager.errors import ConfigError
+from kvpager.pools import PagerOptions, full_frames, least_frames, pager_config, pool_frames
 
 SHAPE = KVShape(layers=4, kv_heads=2, query_heads=4, head_dim=16, dtype="float32")
 PAGE = SHAPE.page_bytes(16)
