@@ -301,6 +301,10 @@ class Kernel(Protocol):
 
     name: str
 
+    @property
+    def numerics(self) -> str:
+        """What the bytes of pages depend on: name, version of the frames' layout, and what decides how it rounds."""
+
     def storage(self, frames: int, shape: KVShape, page_size: int) -> FrameStorage:
         """Make the bytes of `frames` frames."""
 
