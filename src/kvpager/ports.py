@@ -187,7 +187,12 @@ class Choice(NamedTuple):
 
 
 class Digest(Protocol):
-    """Small summaries of pages by block row and layer, from which a tile's pages are chosen; see core.digest."""
+    """Small summaries of pages by block row and layer, from which a tile's pages are chosen; see core.digest.
+
+    kind  what `dump` gives bytes of: text that changes whenever their meaning does
+    """
+
+    kind: str
 
     @property
     def page_bytes(self) -> int:
@@ -206,6 +211,12 @@ class Digest(Protocol):
 
     def build(self, layer: int, rows: IntArray, keys: FloatArray) -> None:
         """Make the digests of whole pages: rows [n], keys float32 [n, H, P, D]."""
+
+    def dump(self, rows: IntArray) -> Bytes:
+        """The digests of rows in all layers, uint8 [n, layers * H * page_bytes]; for others of this kind and shape."""
+
+    def load(self, rows: IntArray, digests: Bytes) -> None:
+        """Make rows hold what `dump` gave: what is chosen then is the same to the bit. ValueError for another size."""
 
     def choose(
         self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray, room: Room
@@ -289,6 +300,10 @@ class Kernel(Protocol):
     """Attention over pages that lie scattered in frames."""
 
     name: str
+
+    @property
+    def numerics(self) -> str:
+        """What the bytes of pages depend on: name, version of the frames' layout, and what decides how it rounds."""
 
     def storage(self, frames: int, shape: KVShape, page_size: int) -> FrameStorage:
         """Make the bytes of `frames` frames."""

@@ -38,6 +38,10 @@ class PagerStats:
     tiles               tiles attended, over all layers
     pages_attended      pages that tiles attended to, over all layers
     prefix_tokens_hit   tokens that `open` found in blocks already held
+    store_tokens_hit    those of them that came from the store
+    store_pages         pages read from the store
+    store_lost          blocks that the store said it had and could not give
+    store_skipped       blocks that were let go of before the store had room for them
     mass_coverage       the estimated share of attention that the selections kept, mean over tiles (1.0: all of it)
     """
 
@@ -62,6 +66,10 @@ class PagerStats:
     tiles: int
     pages_attended: int
     prefix_tokens_hit: int
+    store_tokens_hit: int
+    store_pages: int
+    store_lost: int
+    store_skipped: int
     mass_coverage: float
 
     @property

@@ -13,7 +13,7 @@ from kvpager.config import DIGESTS
 from kvpager.core import digest as digest_module
 from kvpager.core.digest import CodedDigest, Digest, make_digest
 from kvpager.core.selection import looks
-from kvpager.errors import ConfigError
+from kvpager.errors import ConfigError, InputError
 from kvpager.ports import TileQuery
 
 HEADS, GROUP = 2, 3
@@ -219,6 +219,39 @@ def test_estimate_does_not_depend_on_where_rows_lie(kind: str, tokens: int) -> N
     for part in np.array_split(np.arange(40), 7):  # built in other batches, in another layer; the rest never
         scattered.build(1, rows[part], keys[part])
     np.testing.assert_array_equal(estimate(scattered, 1, rows, tile, starts), expected)
+
+
+@pytest.mark.parametrize("kind", DIGESTS)
+def test_rows_that_were_dumped_and_loaded_elsewhere_give_the_same_estimate_to_the_bit(kind: str) -> None:
+    rng = np.random.default_rng(11)
+    held, other = (make_digest(kind, 2, HEADS, 21, 16) for _ in range(2))
+    rows, starts = rng.permutation(50)[:40], np.arange(40) * 16
+    held.grow(40)
+    other.grow(50)
+    keys = random_keys(rng, 40, 16, 21), random_keys(rng, 40, 16, 21)
+    for layer in range(2):
+        held.build(layer, np.arange(40), keys[layer])
+    digests = held.dump(np.arange(40))
+    assert digests.dtype == np.uint8
+    assert digests.shape == (40, 2 * HEADS * held.page_bytes)
+    other.load(rows, digests)
+    tile = random_tile(rng, 3, 21, start=640)
+    for layer in range(2):
+        expected = estimate(held, layer, np.arange(40), tile, starts)
+        np.testing.assert_array_equal(estimate(other, layer, rows, tile, starts), expected)
+    np.testing.assert_array_equal(other.dump(rows), digests)
+    assert other.dump(rows[:0]).shape == (0, digests.shape[1])
+
+
+def test_each_kind_of_digest_has_a_name_for_its_bytes() -> None:
+    assert len({make_digest(kind, 1, HEADS, 16, 16).kind for kind in DIGESTS}) == len(DIGESTS)
+
+
+def test_digests_of_another_size_are_refused() -> None:
+    digest = make_digest("2bit", 1, HEADS, 16, 16)
+    digest.grow(2)
+    with pytest.raises(InputError, match=r"digests: \[2, 7\] bytes are not the \[2, "):
+        digest.load(np.arange(2), np.zeros((2, 7), np.uint8))
 
 
 @pytest.mark.parametrize("kind", DIGESTS)

@@ -10,7 +10,7 @@ import pytest
 
 from kvpager.config import POLICIES
 from kvpager.core.policies import POLICY_TYPES, make
-from kvpager.core.scorer import FIELDS, PageNumbers
+from kvpager.core.numbers import FIELDS, PageNumbers
 from kvpager.errors import ConfigError
 
 FLOATS = FIELDS - {"born"}

@@ -190,6 +190,34 @@ def test_a_choice_is_the_same_to_the_bit_wherever_rows_lie_and_for_any_number_of
         assert got.missed == expected.missed
 
 
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (8, 24), (32, 128)])
+def test_rows_that_were_dumped_and_loaded_elsewhere_give_the_same_choice_to_the_bit(
+    page_size: int, head_dim: int
+) -> None:
+    case = lifelike(13, 150, page_size=page_size, head_dim=head_dim, tokens=5)
+    held = case.native()
+    expected, digests = case.choose(held), held.dump(np.arange(150))
+    assert digests.dtype == np.uint8
+    assert digests.shape == (150, 2 * 3 * held.page_bytes)
+    other = native_digest.make("2bit", 2, 3, head_dim, page_size, 1)
+    assert other is not None
+    assert other.kind == held.kind
+    rows = np.random.default_rng(0).permutation(1000)[:150]
+    other.grow(1000)
+    other.load(rows, digests)
+    got = case.choose(other, rows=rows)
+    np.testing.assert_array_equal(got.chosen, expected.chosen)
+    np.testing.assert_array_equal(got.ratio, expected.ratio)
+    assert got.missed == expected.missed
+    np.testing.assert_array_equal(other.dump(rows[::-1]), digests[::-1])
+    assert other.dump(rows[:0]).shape == (0, digests.shape[1])
+
+
+def test_digests_of_the_core_and_of_the_kernel_are_told_apart() -> None:
+    case = lifelike(13, 2)
+    assert case.native().kind != case.reference().kind
+
+
 @pytest.mark.parametrize("isa", _native.isas())
 def test_what_an_earlier_call_left_in_scratch_changes_nothing(isa: str) -> None:
     _native.set_isa(isa)
@@ -308,6 +336,12 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         digest.build(2, np.array([0]), case.keys[:1])
     with pytest.raises(ValueError, match="keys: axis 3 has 32 entries, not 64"):
         digest.build(0, np.array([0]), case.keys[:1, :, :, :32])
+    with pytest.raises(ValueError, match="rows: 31 is not below 30"):
+        digest.dump(np.array([3, 31]))
+    with pytest.raises(ValueError, match=r"digests: not \[rows, 2352\]"):
+        digest.load(np.arange(2), np.zeros((2, 2351), np.uint8))
+    with pytest.raises(ValueError, match="digests: not"):
+        digest.load(np.arange(3), np.zeros((2, 2352), np.uint8))
     with pytest.raises(ValueError, match="starts: not one for each"):
         digest.choose(1, np.arange(30), case.tile, case.starts[:9], case.own, ROOM)
     with pytest.raises(ValueError, match="own_lse: not one for each"):

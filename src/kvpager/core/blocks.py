@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Blocks", "KeyMaker", "Prefix"]
+from kvpager.ports import Bytes
+from kvpager.stored import TENANT_BYTES
+
+__all__ = ["Blocks", "KeyMaker", "Name", "Prefix", "packed", "tenant", "tenant_of"]
 
 _FORMAT = b"kvpager-block-1"
 
@@ -24,10 +27,26 @@ def _fields(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
+def packed(tokens: list[int]) -> bytes:
+    """Token ids as keys are made of them: little-endian int64."""
+    return np.asarray(tokens, "<i8").tobytes()
+
+
+def tenant_of(root: bytes) -> bytes:
+    """16 bytes that tell whose the blocks under a root are, and not what the salt is; zeros without a salt."""
+    return hashlib.sha256(_fields(_FORMAT, b"tenant", root)).digest()[:TENANT_BYTES] if root else bytes(TENANT_BYTES)
+
+
+def tenant(salt: bytes) -> bytes:
+    """As `tenant_of`, by the salt."""
+    return tenant_of(KeyMaker.root(salt))
+
+
 class KeyMaker:
     """Makes chain keys for one pager: `namespace` and `exact` or `approximate` say what the bytes depend on."""
 
     def __init__(self, namespace: str, approximate: str) -> None:
+        self.namespace = namespace
         self._namespace = namespace.encode("utf-8", "surrogatepass")
         self._numerics = {False: b"exact", True: b"approximate:" + approximate.encode()}
 
@@ -36,6 +55,12 @@ class KeyMaker:
         """What stands for the parent of a first block: b"" without a salt, else 32 bytes that are no block's key."""
         return hashlib.sha256(_fields(_FORMAT, b"salt", salt)).digest() if salt else b""
 
+    def private(self, root: bytes, parent: bytes, tokens: bytes, pages: Bytes) -> bytes:
+        """The 32-byte key of a block that only its own sequence goes on with: of its pages, which say how they came."""
+        material = hashlib.sha256(_fields(_FORMAT, self._namespace, b"private", root, parent, tokens))
+        material.update(np.ascontiguousarray(pages).data)
+        return material.digest()
+
     def key(self, parent: bytes, tokens: bytes, approximate: bool) -> bytes:
         """The 32-byte key of a block with `tokens` (little-endian int64) after the block `parent` (b"" for none)."""
         material = _fields(_FORMAT, self._namespace, self._numerics[approximate], parent, tokens)
@@ -43,12 +68,22 @@ class KeyMaker:
 
 
 @dataclass
-class _Entry:
-    """What the index knows of a full block."""
+class Name:
+    """What the index knows of a full block.
+
+    key, parent  its own and the one of the block before it, or what stands for that; root: of its sequence's first
+    depth        which block of its sequence it is
+    tokens       its token ids, little-endian int64
+    hits         how often it was shared since the store was told
+    """
 
     key: bytes
+    parent: bytes
+    root: bytes
+    depth: int
     tokens: bytes
     approximate: bool
+    hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,16 +104,18 @@ class Blocks:
 
     most_rows: int | None = None
     """Blocks that are only kept for reuse make way before there are more rows than this."""
+    leaving: Callable[[list[int]], None] | None = None
+    """Told of rows that are about to be released, while they have their names."""
 
     def __init__(
         self, keys: KeyMaker, page_size: int, cached_tokens: int, release: Callable[[list[int]], None]
     ) -> None:
-        self._keys = keys
+        self.keys = keys
         self._page_size = page_size
         self._most_cached = cached_tokens // page_size
         self._release = release
         self._free: list[int] = []
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Name] = {}
         self._index: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.references: list[int] = []
@@ -114,6 +151,11 @@ class Blocks:
         if self.references[row] == 0:
             del self._cached[row]
         self.references[row] += 1
+
+    def share(self, row: int) -> None:
+        """One more reference to a named block, by a sequence that has found it."""
+        self.hold(row)
+        self._entries[row].hits += 1
 
     def drop(self, row: int) -> None:
         """One reference less; an indexed block may stay for reuse, any other is released."""
@@ -158,31 +200,51 @@ class Blocks:
     def _forget(self, rows: list[int]) -> None:
         if not rows:
             return
+        if self.leaving is not None:
+            self.leaving(rows)
         for row in rows:
             self._unindex(row)
         self._release(rows)
         self._free += rows
 
-    def register(self, row: int, parent: bytes, tokens: list[int], approximate: bool) -> bytes:
-        """Name a full block and make it findable (unless another block already has that name); returns its key."""
-        packed = np.asarray(tokens, "<i8").tobytes()
-        key = self._keys.key(parent, packed, approximate)
-        if key not in self._index and row not in self._entries:
-            self._index[key] = row
-            self._entries[row] = _Entry(key, packed, approximate)
-        return key
+    def register(self, row: int, name: Name) -> bool:
+        """Name a full block and make it findable; False when it has a name, or another block has this one."""
+        if name.key in self._index or row in self._entries:
+            return False
+        self._index[name.key] = row
+        self._entries[row] = name
+        return True
+
+    def find(self, key: bytes) -> int | None:
+        """The row of the block with this key."""
+        return self._index.get(key)
+
+    def name(self, row: int) -> Name | None:
+        """A block's name, if it has one."""
+        return self._entries.get(row)
+
+    @property
+    def named(self) -> list[int]:
+        """Rows of all blocks that have a name."""
+        return list(self._entries)
+
+    def forget(self, root: bytes) -> int:
+        """Make all blocks under `root` unfindable; returns how many there were."""
+        rows = [row for row, name in self._entries.items() if name.root == root]
+        for row in rows:
+            self.unname(row)
+        return len(rows)
 
     def root(self, salt: bytes) -> bytes:
         """The parent of the first blocks under `salt`: what other salts have registered is never found."""
-        return self._keys.root(salt)
+        return self.keys.root(salt)
 
     def match(self, tokens: list[int], root: bytes = b"") -> Prefix:
         """The longest run of full blocks held for these tokens after `root`, the last token always left out."""
         found = Prefix([], [], 0)
         parent, approximate, exact = root, False, 0
         for start in range(0, (len(tokens) - 1) // self._page_size * self._page_size, self._page_size):
-            packed = np.asarray(tokens[start : start + self._page_size], "<i8").tobytes()
-            row = self._find(parent, packed, approximate)
+            row = self._find(parent, packed(tokens[start : start + self._page_size]), approximate)
             if row is None:
                 break
             entry = self._entries[row]
@@ -195,7 +257,7 @@ class Blocks:
     def _find(self, parent: bytes, tokens: bytes, approximate: bool) -> int | None:
         for kind in (False, True):
             if kind >= approximate:  # nothing after an approximate block is exact
-                row = self._index.get(self._keys.key(parent, tokens, kind))
+                row = self._index.get(self.keys.key(parent, tokens, kind))
                 # tokens are compared too, so that even a collision of keys could not serve foreign pages
                 if row is not None and self._entries[row].tokens == tokens:
                     return row

@@ -113,6 +113,10 @@ def stats(state: State) -> PagerStats:
         tiles=counters.tiles,
         pages_attended=counters.pages_attended,
         prefix_tokens_hit=counters.prefix_tokens_hit,
+        store_tokens_hit=counters.store_tokens_hit,
+        store_pages=counters.store_pages,
+        store_lost=counters.store_lost,
+        store_skipped=0 if state.keeper is None else state.keeper.skipped,
         mass_coverage=counters.coverage_sum / counters.tiles if counters.tiles else 1.0,
     )
 
@@ -139,7 +143,7 @@ def _check_pages(state: State, sequence: Sequence) -> None:
     for layer, filled in enumerate(sequence.filled.tolist()):
         written = sequence.rows[: -(-filled // size)]
         frames, slots = state.table.frame[written, layer], state.table.slot[written, layer]
-        there = (frames != ABSENT) | (slots != ABSENT)
+        there = (frames != ABSENT) | (slots != ABSENT) | state.table.stored[written, None]
         if sequence.view is not None:
             there |= ~sequence.view[: len(written), layer]
         if sequence.parked and filled % size:

@@ -19,6 +19,7 @@ queries and the order of the rows: never on where the rows lie.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import DIGESTS
-from kvpager.core.selection import choose, looks
-from kvpager.errors import ConfigError
-from kvpager.ports import Choice, FloatArray, IntArray, Room, TileQuery
+from kvpager.core.selection import choose, looks, normalised
+from kvpager.errors import ConfigError, InputError
+from kvpager.ports import Bytes, Choice, FloatArray, IntArray, Room, TileQuery
 
 __all__ = ["BoxDigest", "CodedDigest", "Digest", "make_digest"]
 
@@ -56,6 +57,7 @@ class Digest(ABC):
     units: int
     features: int
     sample = 1
+    kind = ""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, page_size: int) -> None:
         self.layers = layers
@@ -111,6 +113,28 @@ class Digest(ABC):
                 arrays[i] = new
         self.capacity = capacity
 
+    def dump(self, rows: IntArray) -> Bytes:
+        """The digests of rows in all layers, uint8 [n, layers * H * page_bytes]: layer by layer, array by array."""
+        return np.concatenate([array[rows] for array in self._bytes()], axis=1)
+
+    def load(self, rows: IntArray, digests: Bytes) -> None:
+        """Make rows below `capacity` hold what `dump` gave for as many; raises InputError for another size."""
+        wanted = (len(rows), self.layers * self.kv_heads * self.page_bytes)
+        if digests.shape != wanted:
+            raise InputError(f"digests: {list(digests.shape)} bytes are not the {list(wanted)} of these rows")
+        at = 0
+        for array in self._bytes():
+            array[rows] = digests[:, at : at + array.shape[1]]
+            at += array.shape[1]
+
+    def _bytes(self) -> list[Bytes]:
+        """Each layer's arrays as bytes, views uint8 [capacity, bytes of a row]."""
+        return [
+            a.view(np.uint8).reshape(len(a), math.prod(a.shape[1:]) * a.itemsize)
+            for layer in self._arrays
+            for a in layer
+        ]
+
     def choose(
         self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray, room: Room
     ) -> Choice:
@@ -165,7 +189,7 @@ class Digest(ABC):
             np.exp(scores, out=scores)
             np.sum(scores, axis=2, out=shares[part])
         own = None if own_lse is None else own_lse.reshape(heads, -1, tokens)[:, member, token]
-        return _normalised(shares, peaks, slab, own)
+        return normalised(shares, peaks, slab, own)
 
     def _cap_and_hide(self, scores: FloatArray, tile: TileQuery, starts: IntArray, positions: IntArray) -> None:
         """Apply the soft cap, and the window: a unit seen in part counts by the share of its tokens seen.
@@ -352,6 +376,7 @@ def make_digest(kind: str, layers: int, kv_heads: int, head_dim: int, page_size:
         case _:
             raise ConfigError(f"digest: {kind!r} is not one of {', '.join(DIGESTS)}")
     made.sample = sample
+    made.kind = f"{kind}/numpy/1"
     return made
 
 
@@ -372,17 +397,3 @@ def _multiply(units: FloatArray, features: FloatArray, out: FloatArray) -> Float
     for low in range(0, width, step):
         np.matmul(units, features[:, :, low : low + step], out=out[..., low : low + step])
     return out
-
-
-def _normalised(shares: FloatArray, peaks: FloatArray, slab: int, own_lse: FloatArray | None) -> FloatArray:
-    """Mass [n, H, W] from sums of exponentials, in place; each slab's are relative to its own peak [slabs, H, W]."""
-    top = peaks.max(axis=0)
-    if own_lse is not None:
-        np.maximum(top, own_lse, out=top)
-    for i, low in enumerate(range(0, len(shares), slab)):
-        shares[low : low + slab] *= np.exp(peaks[i] - top)
-    total = shares.sum(axis=0)
-    if own_lse is not None:
-        total += np.exp(own_lse - top)
-    shares *= np.divide(1, total, out=np.zeros_like(total), where=total > 0)
-    return shares

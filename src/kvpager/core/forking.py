@@ -29,25 +29,43 @@ def open_sequence(state: State, tokens: list[int] | None, salt: bytes) -> Sequen
 
 
 def _share_prefix(state: State, sequence: Sequence, tokens: list[int]) -> None:
-    size = state.config.page_size
+    size, keeper = state.config.page_size, state.keeper
     found = state.blocks.match(tokens, sequence.root)
-    if state.config.budget is not None:
-        # start at a tile boundary, so that later tiles select exactly as they would have without the hit
-        whole = len(found.rows) * size // state.config.tile * state.config.tile
-        found = found.first(whole // size)
-    state.require_tokens(len(found.rows) * size)
+    more = [] if keeper is None else keeper.keys(tokens, sequence.root, found)
+    count = _whole(state, len(found.rows) + len(more))
+    found, more = found.first(count), more[: max(0, count - len(found.rows))]
+    state.require_tokens(count * size)
     for row in found.rows:
-        state.blocks.hold(row)
-    sequence.rows = np.array(found.rows, np.int64)
+        state.blocks.share(row)
+    rows = list(found.rows)
+    if more:
+        assert keeper is not None
+        rows += keeper.adopt(more, sequence.root)
+        count = _whole(state, len(rows))
+        state.blocks.drop_all(rows[count:][::-1])
+        rows = rows[:count]
+    shared = more[: len(rows) - len(found.rows)]
+    sequence.rows = np.array(rows, np.int64)
     sequence.cost.evictions -= state.table.evictions(sequence.rows)
-    sequence.keys = list(found.keys)
-    sequence.length = len(found.rows) * size
+    sequence.keys = (found.keys + [one.key for one in shared])[: len(rows)]
+    sequence.length = len(rows) * size
     sequence.filled[:] = sequence.length
     sequence.tokens = tokens[: sequence.length]
     sequence.announced = list(tokens)
-    if found.exact < len(found.rows):
-        sequence.approximate_from = found.exact * size
+    exact = min(found.exact, len(rows)) + sum(not one.approximate for one in shared)
+    if exact < len(rows):
+        sequence.approximate_from = exact * size
     state.residency.counters.prefix_tokens_hit += sequence.length
+
+
+def _whole(state: State, blocks: int) -> int:
+    """How many of so many blocks to share: up to a tile boundary where tiles select, so that later tiles select
+    exactly as they would have without the hit.
+    """
+    if state.config.budget is None:
+        return blocks
+    size = state.config.page_size
+    return blocks * size // state.config.tile * state.config.tile // size
 
 
 def fork(state: State, parent: Sequence) -> Sequence:

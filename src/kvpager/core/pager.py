@@ -16,17 +16,18 @@ from kvpager.core import forking, parking, transaction
 from kvpager.core.attention import AttendResult, Query
 from kvpager.core.checks import floats, listed, positive, step_tokens, token_list, whole
 from kvpager.core.guards import changes, owned
-from kvpager.core.looking import Looking
+from kvpager.core.lasting import Lasting
 from kvpager.core.sequence import Member, Sequence, Step
 from kvpager.core.state import State
 from kvpager.errors import ConfigError, InputError, StepError, ThreadError
 from kvpager.kernels.choose import open_kernel
 from kvpager.ports import BatchResult, Kernel, States, Swap
+from kvpager.stored import BlockStore
 
 __all__ = ["AttendResult", "Pager"]
 
 
-class Pager(Looking):
+class Pager(Lasting):
     """Pages of keys and values in a pool of fixed size, with recall of what was evicted.
 
     Args:
@@ -34,6 +35,7 @@ class Pager(Looking):
         config: how to page.
         kernel: attention over frames; made from `config.kernel` by default.
         swap: where evicted pages go; made from `config.swap` by default. Closed by `shutdown` either way.
+        store: where complete blocks outlive this pager, if anywhere; its caller closes it, after `shutdown`.
 
     Raises ConfigError, or SwapError when swap can't be opened. One thread owns a pager (the one that makes it,
     until another calls `adopt`); calls from others raise ThreadError. Every public call raises InputError,
@@ -47,6 +49,7 @@ class Pager(Looking):
         *,
         kernel: Kernel | None = None,
         swap: Swap | None = None,
+        store: BlockStore | None = None,
     ) -> None:
         if not isinstance(shape, KVShape):
             raise ConfigError(f"shape: expected a KVShape, got {type(shape).__name__}")
@@ -54,7 +57,9 @@ class Pager(Looking):
             raise ConfigError(f"config: expected a PagerConfig, got {type(config).__name__}")
         self.shape = shape
         self.config = config or PagerConfig()
-        self._state = State(shape, self.config, kernel or open_kernel(shape, self.config), swap)
+        if store is not None and self.config.mode == "discard":
+            raise ConfigError("store: mode 'discard' drops pages for good, and no block of it is stored; use 'recall'")
+        self._state = State(shape, self.config, kernel or open_kernel(shape, self.config), swap, store)
         self._thread = threading.get_ident()
         self._down = False
         self._attending = False
@@ -321,8 +326,7 @@ class Pager(Looking):
 
         In discard mode a sequence of which dropped pages had to be given up in the step is closed instead.
         """
-        if self._state.step is not None:
-            transaction.rollback(self._state, self._state.step)
+        self._roll_back()
 
     @property
     def step(self) -> object | None:
@@ -346,8 +350,15 @@ class Pager(Looking):
         self._thread = threading.get_ident()
 
     def shutdown(self) -> None:
-        """Close swap; the pager can't be used afterwards, and an open step is dropped. Idempotent, from any thread."""
+        """Close swap; the pager can't be used afterwards, and an open step is dropped. Idempotent, from any thread.
+
+        The owner's call gives the store what it still takes before, and the scores of all blocks.
+        """
+        keeper, down = self._state.keeper, self._down
         self._down = True
+        if keeper is not None and not down and threading.get_ident() == self._thread and not self._attending:
+            self._roll_back()
+            keeper.close()
         self._state.step = None
         if self._state.swap is not None:
             self._state.swap.close()

@@ -24,6 +24,7 @@ class PageTable:
     slot     int32 [rows, layers, heads]: the slot in swap that holds the same bytes, or ABSENT (a dirty page)
     sealed   bool [rows, layers]: the pages are full and immutable
     expired  bool [rows, layers]: out of the layer's sliding window, hence the first victims
+    stored   bool [rows]: the store has the block's pages, those too that are neither in a frame nor in swap
     left     int32 [rows]: how often one of the block's pages has left the pool and stayed readable
     """
 
@@ -33,6 +34,7 @@ class PageTable:
         self.slot: npt.NDArray[np.int32] = np.empty((0, layers, heads), np.int32)
         self.sealed: npt.NDArray[np.bool_] = np.empty((0, layers), np.bool_)
         self.expired: npt.NDArray[np.bool_] = np.empty((0, layers), np.bool_)
+        self.stored: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self.left: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
     @property
@@ -43,7 +45,8 @@ class PageTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the table."""
-        return self.frame.nbytes + self.slot.nbytes + self.sealed.nbytes + self.expired.nbytes + self.left.nbytes
+        arrays = (self.frame, self.slot, self.sealed, self.expired, self.stored, self.left)
+        return sum(array.nbytes for array in arrays)
 
     def grow(self, rows: int) -> None:
         """Have at least `rows` rows."""
@@ -55,6 +58,7 @@ class PageTable:
             flags = np.zeros((more, self.layers), np.bool_)
             self.sealed = np.concatenate([self.sealed, flags])
             self.expired = np.concatenate([self.expired, flags])
+            self.stored = np.concatenate([self.stored, np.zeros(more, np.bool_)])
             self.left = np.concatenate([self.left, np.zeros(more, np.int32)])
 
     def flat(self, rows: IntArray | int, layer: int, heads: IntArray) -> IntArray:
@@ -72,4 +76,5 @@ class PageTable:
         self.sealed[rows, layer] = False
         self.expired[rows, layer] = False
         if isinstance(layer, slice):
+            self.stored[rows] = False
             self.left[rows] = 0

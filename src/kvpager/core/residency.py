@@ -15,7 +15,7 @@ from kvpager.core.pool import FramePool
 from kvpager.core.scorer import AttentionScorer
 from kvpager.core.victims import Clock, Victims
 from kvpager.errors import PageLost, SwapError
-from kvpager.ports import FrameStorage, IntArray, Swap
+from kvpager.ports import Bytes, FrameStorage, IntArray, Swap
 
 __all__ = ["Clock", "Counters", "Residency"]
 
@@ -34,6 +34,9 @@ class Counters:
     tiles: int = 0
     pages_attended: int = 0
     prefix_tokens_hit: int = 0
+    store_tokens_hit: int = 0
+    store_pages: int = 0
+    store_lost: int = 0
     coverage_sum: float = 0.0
     most_tokens: int = 0
 
@@ -42,8 +45,11 @@ class Residency:
     """Which pages are in the pool, and how others get in and out.
 
     `give_up(count)` is asked for frames in discard mode, where nothing can be evicted. `reclaim()` lets go of one
-    block that is only kept for reuse, and says whether there was one.
+    block that is only kept for reuse, and says whether there was one. `bring(rows)`, where there is a store, has it
+    write blocks' pages to swap that are nowhere else (see `adopt`), and raises PageLost for those that it has lost.
     """
+
+    bring: Callable[[IntArray], None] | None = None
 
     def __init__(
         self,
@@ -114,7 +120,10 @@ class Residency:
         assert self.swap is not None, "a page is absent though nothing is ever evicted"
         table, pool = self.table, self.pool
         slots = table.slot.reshape(-1)[flat].astype(np.int64)
-        assert (slots != ABSENT).all(), "a page is neither in the pool nor in swap"
+        if (slots == ABSENT).any():
+            assert self.bring is not None, "a page is neither in the pool nor in swap"
+            self.bring(np.unique(flat[slots == ABSENT] // (table.layers * table.heads)))
+            slots = table.slot.reshape(-1)[flat].astype(np.int64)
         pool.pinned[needed] = True
         try:
             taken = pool.allocate(flat, self.make_room)
@@ -198,6 +207,37 @@ class Residency:
                 # nothing is lost: the pages stay in their frames, and an eviction that needs one will say so
                 return
 
+    def adopt(self, row: int, pages: Bytes) -> None:
+        """Put pages of a block that came from elsewhere into swap, uint8 [layers * H, page_bytes]: those that are
+        nowhere yet.
+
+        Raises SwapError with nothing changed, but that blocks kept for reuse may have made way.
+        """
+        assert self.swap is not None
+        frames, slots = self.table.frame[row].reshape(-1), self.table.slot[row].reshape(-1)
+        missing = np.flatnonzero((frames == ABSENT) & (slots == ABSENT))
+        while True:
+            try:
+                slots[missing] = self.swap.write(pages, missing)
+                break
+            except SwapError:
+                if not self._reclaim():
+                    raise
+        self.counters.swap_writes += len(missing)
+
+    def pages_of(self, row: int) -> Bytes:
+        """A copy of a full block's pages, uint8 [layers * H, page_bytes], from frames and swap. Raises PageLost."""
+        frames, slots = (table[row].reshape(-1).astype(np.int64) for table in (self.table.frame, self.table.slot))
+        resident = frames != ABSENT
+        if resident.all():
+            return self.storage.dump(frames)
+        assert self.swap is not None, "a page is absent though nothing is ever evicted"
+        pages = np.empty((len(frames), self.storage.page_bytes), np.uint8)
+        pages[resident] = self.storage.dump(frames[resident])
+        absent = np.flatnonzero(~resident)
+        self.swap.read(slots[absent], pages, absent)
+        return pages
+
     def store(self, opened: IntArray, full: IntArray) -> IntArray:
         """Write frames to swap: all of `opened`, whose slots are returned, and of `full` those it does not hold yet.
 
@@ -226,12 +266,15 @@ class Residency:
         assert self.swap is not None
         if not flat.size:
             return
-        pieces = self.swap.read(stash)
+        self.reopen(flat, self.swap.read(stash))
+        self.swap.free(stash)
+        self.counters.recalls += len(flat)
+
+    def reopen(self, flat: IntArray, pieces: Bytes) -> None:
+        """Open pages [n] come into frames as `FrameStorage.suspend` gave them. Raises PoolExhausted or SwapError."""
         frames = self.pool.allocate(flat, self.make_room)
         self.storage.resume(frames, pieces)
         self.table.frame.reshape(-1)[flat] = frames
-        self.swap.free(stash)
-        self.counters.recalls += len(flat)
 
     def leave(self, frames: IntArray) -> None:
         """Take pages that swap holds out of the pool."""

@@ -2,7 +2,7 @@
 
 One :class:`AttentionScorer` serves a pager. It keeps a few numbers for each page, in one array a field,
 and only the fields that the policy asks for, so that the books stay below 16 bytes a page. Policies get
-them as a :class:`PageNumbers` and never see keys or values.
+them as a :class:`~kvpager.core.numbers.PageNumbers` and never see keys or values.
 
 Time is counted in ticks. A tick is one tile of queries passing through the model (a decode step is one
 tick); inside it layers run one after the other, layer 0 first. Ticks never go back (but for a rollback).
@@ -21,83 +21,23 @@ remembers how each page was looked at while it was new, and becomes recency.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.ports import FloatArray, IntArray, Masses, Rows
+from kvpager.core.numbers import FIELDS, Int32Array, PageNumbers
+from kvpager.ports import Bytes, FloatArray, IntArray, Masses, Rows
 
-__all__ = ["FIELDS", "AttentionScorer", "Observed", "PageNumbers"]
+__all__ = ["AttentionScorer", "Observed"]
 
-Int32Array = npt.NDArray[np.int32]
 Numbers = npt.NDArray[Any]
 _Entry = TypeVar("_Entry")
-
-FIELDS = frozenset({"mass", "total", "last", "window", "estimate", "born"})
-"""The fields that are kept only where a policy needs them."""
 
 SEEN_MAX = 255
 MOST_WAITING = 1 << 18  # pages and estimates that wait for the books: about 8 MiB
 RATIO_MAX = np.float32(6e4)  # estimates are held as float16, which ends at 65,504
-
-
-@dataclass(frozen=True, slots=True)
-class PageNumbers:
-    """What is known about n pages: arrays of n, aligned, one entry a page.
-
-    mass           float32, decayed attention mass: each time that the page is attended to, the largest mass that a
-                   query of the tile and group gave it, or what was there before times the decay for each query of the
-                   tile, whichever is more
-    total          float32, all mass ever given, summed over queries, mean over the query group (H2O)
-    last           float32, mass that the last query gave when the page was last attended to, mean over the group (TOVA)
-    window         float32, mass that the last 32 queries of the latest tile of several queries gave, summed over them,
-                   mean over the group (SnapKV's observation window); NaN where no such tile attended to the page
-    estimate       float32, at the layer's last selection, the page's estimated mass over the selection's threshold:
-                   1 and above was selected; NaN where the page was never a candidate
-    last_used      int32, tick at which the page was last attended to (or written)
-    born           int32, tick at which the page was first written; 0 where the policy doesn't need it
-    seen           uint8, tiles that attended to the page or passed it over in a selection, up to 255
-    position       int32, index of the page's block in its sequence
-    layer, head    int32
-    missed         int32, ticks that the page's layer has run on since it last attended to the page; 0 when the pages
-                   belong to one sequence only
-    now            the tick
-    current_layer  the layer that is running
-    layers         layers of the model
-    grace          a page that fewer tiles than this have seen is new, and kept
-    again          whether the running layer has another tile to run before the next layer's turn
-
-    Float fields that the policy doesn't need are NaN throughout.
-    """
-
-    mass: FloatArray
-    total: FloatArray
-    last: FloatArray
-    window: FloatArray
-    estimate: FloatArray
-    last_used: Int32Array
-    born: Int32Array
-    seen: npt.NDArray[np.uint8]
-    position: Int32Array
-    layer: Int32Array
-    head: Int32Array
-    missed: Int32Array
-    now: int
-    current_layer: int
-    layers: int = 1
-    grace: int = 0
-    again: bool = False
-
-    def __len__(self) -> int:
-        return len(self.last_used)
-
-    @property
-    def young(self) -> npt.NDArray[np.bool_]:
-        """bool [n]: pages within the grace period."""
-        return np.asarray(self.seen < self.grace)
 
 
 class _Snapshot(NamedTuple):
@@ -171,8 +111,8 @@ class AttentionScorer:
 
     Args:
         layers, kv_heads: the model's.
-        needs: the fields to keep, out of :data:`FIELDS`; 4 bytes a page each (``estimate`` 2, ``born`` 4 a layer
-            and block), beside 5 bytes for ``last_used`` and ``seen``.
+        needs: the fields to keep, out of :data:`~kvpager.core.numbers.FIELDS`; 4 bytes a page each (``estimate`` 2,
+            ``born`` 4 a layer and block), beside 5 bytes for ``last_used`` and ``seen``.
         decay: factor on a page's mass for each query of the tiles that attend to it, above 0 and at most 1. It
             doesn't depend on the clock, so that what other sequences do never changes the order of one's pages,
             and a tile of 64 queries fades it as 64 decode steps do.
@@ -339,6 +279,37 @@ class AttentionScorer:
         self._position[target_row] = self._position[source_row]
         for array in (self._born, *self._pages.values()):
             array[:, target_row] = array[:, source_row]
+
+    @property
+    def kind(self) -> str:
+        """What `dump` gives, in words: fields and their dtypes. It changes whenever the meaning of the bytes does."""
+        fields = [f"{name}:{array.dtype.str}" for name, array in self._kept_fields().items()]
+        return f"scores-1 layers={self.layers} heads={self.kv_heads} {' '.join(fields)}"
+
+    def dump(self, rows: IntArray) -> Bytes:
+        """All that is known about the pages of rows [n], uint8 [n, k]; ticks are those of this scorer's clock."""
+        self.settle()
+        parts = [np.ascontiguousarray(array[:, rows].swapaxes(0, 1)) for array in self._kept_fields().values()]
+        return np.concatenate([part.reshape(len(rows), -1).view(np.uint8) for part in parts], axis=1)
+
+    def load(self, rows: IntArray, positions: IntArray, known: Bytes, tick: int) -> None:
+        """Know of rows [n] what `dump` gave, of a scorer of the same kind; `tick` is now, and nothing came after it."""
+        self.settle()
+        self._position[rows] = positions
+        start = 0
+        for name, array in self._kept_fields().items():
+            shape = (len(rows), *array.shape[:1], *array.shape[2:])
+            stop = start + int(np.prod(shape[1:])) * array.itemsize
+            values = np.ascontiguousarray(known[:, start:stop]).view(array.dtype).reshape(shape)
+            start = stop
+            array[:, rows] = (np.minimum(values, tick) if name in ("last_used", "born") else values).swapaxes(0, 1)
+
+    def resume(self, tick: int) -> None:
+        """Layers have run until `tick` already: with a clock that goes on from another process's."""
+        self._ran[:] = tick
+
+    def _kept_fields(self) -> dict[str, Numbers]:
+        return self._pages | ({"born": self._born} if "born" in self.needs else {})
 
     def last_used(self, flat: IntArray) -> Int32Array:
         """The ticks at which pages of flat indices [n] were last attended to, or written."""

@@ -11,7 +11,7 @@ import numpy as np
 from kvpager.errors import InputError
 from kvpager.ports import BoolArray, Choice, FloatArray, IntArray, Room
 
-__all__ = ["choose", "looks", "pull", "select"]
+__all__ = ["choose", "looks", "normalised", "pull", "select"]
 
 FLOOR = 1e-12  # mass below this is rounding noise; ratios against a threshold stay finite
 
@@ -91,3 +91,17 @@ def looks(group: int, tokens: int, sample: int) -> tuple[IntArray, IntArray]:
         last = tokens - 1 - min(sample * member // group, tokens - 1)
         members.append(np.arange(last % sample, last + 1, sample))
     return np.repeat(np.arange(group), [len(part) for part in members]), np.concatenate(members)
+
+
+def normalised(shares: FloatArray, peaks: FloatArray, slab: int, own_lse: FloatArray | None) -> FloatArray:
+    """Mass [n, H, W] from sums of exponentials, in place; each slab's are relative to its own peak [slabs, H, W]."""
+    top = peaks.max(axis=0)
+    if own_lse is not None:
+        np.maximum(top, own_lse, out=top)
+    for i, low in enumerate(range(0, len(shares), slab)):
+        shares[low : low + slab] *= np.exp(peaks[i] - top)
+    total = shares.sum(axis=0)
+    if own_lse is not None:
+        total += np.exp(own_lse - top)
+    shares *= np.divide(1, total, out=np.zeros_like(total), where=total > 0)
+    return shares

@@ -8,6 +8,7 @@ from kvpager.config import DEFAULT_POOL_BYTES, KVShape, PagerConfig, parse_size
 from kvpager.core.attention import Attender
 from kvpager.core.blocks import Blocks, KeyMaker
 from kvpager.core.digest import make_digest
+from kvpager.core.keeping import Keeper
 from kvpager.core.pagetable import ABSENT, PageTable, grown
 from kvpager.core.policies import make
 from kvpager.core.pool import FramePool
@@ -16,6 +17,7 @@ from kvpager.core.scorer import AttentionScorer
 from kvpager.core.sequence import Sequence, Step
 from kvpager.errors import ConfigError, PoolExhausted
 from kvpager.ports import Digest, IntArray, Kernel, Swap
+from kvpager.stored import BlockStore
 from kvpager.swap import SLAB_BYTES, open_swap
 
 __all__ = ["State", "approximate_settings"]
@@ -36,7 +38,9 @@ def approximate_settings(config: PagerConfig) -> str:
 class State:
     """Everything that a pager owns. `step` is the open transaction, if any."""
 
-    def __init__(self, shape: KVShape, config: PagerConfig, kernel: Kernel, swap: Swap | None) -> None:
+    def __init__(
+        self, shape: KVShape, config: PagerConfig, kernel: Kernel, swap: Swap | None, store: BlockStore | None = None
+    ) -> None:
         self.shape, self.config, self.kernel = shape, config, kernel
         self.page_bytes = shape.page_bytes(config.page_size)
         # from the shape alone: a group that depended on the pool would let the pool's size change the arithmetic
@@ -49,7 +53,7 @@ class State:
         self.table = PageTable(shape.layers, shape.kv_heads)
         self.scorer = AttentionScorer(shape.layers, shape.kv_heads, policy.needs, config.decay, config.grace)
         # what changes the bytes of a block without being among its tokens goes into every key
-        namespace = f"{config.namespace}|{shape!r}|{config.page_size}|{kernel.name}|{self.group_pages}"
+        namespace = f"{config.namespace}|{shape!r}|{config.page_size}|{kernel.numerics}|{self.group_pages}"
         keys = KeyMaker(namespace, approximate_settings(config))
         self.blocks = Blocks(keys, config.page_size, config.prefix_tokens, self._release)
         if config.max_tokens is not None:
@@ -69,6 +73,7 @@ class State:
             config, self.table, self.pool, storage, self.swap, policy, self.scorer, self._give_up, self.blocks.reclaim
         )
         self.attender = Attender(shape, config, self.group_pages, self.residency, kernel, self.digest)
+        self.keeper = None if store is None else Keeper(self, store)
         self.sequences: dict[int, Sequence] = {}
         self.step: Step | None = None
         self.opened = 0

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpager.core.blocks import Name, packed
 from kvpager.core.pagetable import ABSENT
 from kvpager.core.sequence import Member, Saved, Sequence, Step
 from kvpager.core.state import State
@@ -199,12 +200,14 @@ def commit(state: State, step: Step) -> None:
     counters = state.residency.counters
     counters.most_tokens = max(counters.most_tokens, state.tokens)
     state.residency.write_behind()
+    if state.keeper is not None:
+        state.keeper.flush()
 
 
-def _name_blocks(state: State, sequence: Sequence, before: int, tokens: list[int] | None) -> None:
+def _name_blocks(state: State, sequence: Sequence, before: int, given: list[int] | None) -> None:
     """Register the blocks whose tokens are known without a gap and that others may share."""
     if len(sequence.tokens) == before:
-        sequence.tokens += sequence.announced[before : sequence.length] if tokens is None else tokens
+        sequence.tokens += sequence.announced[before : sequence.length] if given is None else given
     if state.config.mode == "discard":
         return
     size = state.config.page_size
@@ -213,8 +216,12 @@ def _name_blocks(state: State, sequence: Sequence, before: int, tokens: list[int
         stop = (index + 1) * size
         approximate = sequence.approximate_from is not None and stop > sequence.approximate_from
         parent = sequence.keys[-1] if sequence.keys else sequence.root
-        row = int(sequence.rows[index])
-        sequence.keys.append(state.blocks.register(row, parent, sequence.tokens[stop - size : stop], approximate))
+        row, tokens = int(sequence.rows[index]), packed(sequence.tokens[stop - size : stop])
+        key = state.blocks.keys.key(parent, tokens, approximate)
+        sequence.keys.append(key)
+        name = Name(key, parent, sequence.root, index, tokens, approximate)
+        if state.blocks.register(row, name) and state.keeper is not None:
+            state.keeper.offer(row)
 
 
 def rollback(state: State, step: Step) -> None:
@@ -278,6 +285,8 @@ def close(state: State, sequence: Sequence) -> None:
     """Let go of all blocks of a sequence."""
     sequence.closed = True
     del state.sequences[sequence.id]
+    if state.keeper is not None:
+        state.keeper.tell(sequence.rows)
     sequence.cost.evictions += state.table.evictions(sequence.rows)
     # what is cached last is reclaimed last: leading blocks are worth most, so they are let go of last
     state.blocks.drop_all(sequence.rows[::-1].tolist())

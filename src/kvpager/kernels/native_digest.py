@@ -11,11 +11,12 @@ import numpy as np
 
 from kvpager._native import DigestStore
 from kvpager.errors import InputError
-from kvpager.ports import Choice, FloatArray, IntArray, Room, TileQuery
+from kvpager.ports import Bytes, Choice, FloatArray, IntArray, Room, TileQuery
 
 __all__ = ["MOST_HEAD_DIM", "NativeDigest", "is_compiled", "make"]
 
 MOST_HEAD_DIM = 256
+FORMAT = 1  # of a row's bytes; another number when digest.h lays them out in another way
 
 
 def is_compiled(head_dim: int) -> bool:
@@ -43,6 +44,7 @@ class NativeDigest:
         self.store = DigestStore(layers, kv_heads, head_dim, page_size)
         self._heads = kv_heads
         self.sample = sample
+        self.kind = f"2bit/native/{FORMAT}"
 
     @property
     def page_bytes(self) -> int:
@@ -66,6 +68,16 @@ class NativeDigest:
     def build(self, layer: int, rows: IntArray, keys: FloatArray) -> None:
         """Make the digests of whole pages: rows int64 [n], keys float32 [n, H, P, D]."""
         self.store.build(layer, np.ascontiguousarray(rows), np.ascontiguousarray(keys))
+
+    def dump(self, rows: IntArray) -> Bytes:
+        """The digests of rows [n] in all layers, uint8 [n, layers * H * page_bytes]."""
+        digests = np.empty((len(rows), self.store.row_bytes), np.uint8)
+        self.store.dump(np.ascontiguousarray(rows), digests)
+        return digests
+
+    def load(self, rows: IntArray, digests: Bytes) -> None:
+        """Make rows [n] hold what `dump` gave for as many."""
+        self.store.load(np.ascontiguousarray(rows), np.ascontiguousarray(digests))
 
     def choose(
         self, layer: int, rows: IntArray, tile: TileQuery, starts: IntArray, own_lse: FloatArray, room: Room

@@ -136,6 +136,7 @@ class ReferenceKernel:
     """Kernel in NumPy: any head_dim, any grouping of heads, sliding windows and soft-capping."""
 
     name = "reference"
+    numerics = "reference-1"
 
     def storage(self, frames: int, shape: KVShape, page_size: int) -> FrameStorage:
         """Make the bytes of `frames` frames."""

@@ -22,6 +22,9 @@ void bind_digest(nb::module_& module) {
                    "What was counted: the time by which those calls took longer.")
       .def("grow", &DigestStore::grow, nb::arg("rows"))
       .def("build", &DigestStore::build, nb::arg("layer"), nb::arg("rows").noconvert(), nb::arg("keys").noconvert())
+      .def_prop_ro("row_bytes", &DigestStore::row_bytes)
+      .def("dump", &DigestStore::dump, nb::arg("rows").noconvert(), nb::arg("digests").noconvert())
+      .def("load", &DigestStore::load, nb::arg("rows").noconvert(), nb::arg("digests").noconvert())
       .def("choose", &DigestStore::choose, nb::arg("layer"), nb::arg("rows").noconvert(),
            nb::arg("queries").noconvert(), nb::arg("starts").noconvert(), nb::arg("own_lse").noconvert(),
            nb::arg("start"), nb::arg("scale"), nb::arg("window").none(), nb::arg("softcap").none(), nb::arg("sample"),

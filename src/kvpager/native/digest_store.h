@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -28,6 +29,8 @@ constexpr size_t kKeptScratch = size_t{8} << 20;
 
 using Rows = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using Digests = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using GivenDigests = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Queries = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
 using PerQuery = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Chosen = nb::ndarray<bool, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -101,6 +104,7 @@ class DigestStore {
   size_t nbytes() const {
     return layers_.size() * static_cast<size_t>(capacity_) * static_cast<size_t>(shape_.heads) * page_bytes();
   }
+  size_t row_bytes() const { return layers_.size() * size(shape_.heads) * page_bytes(); }
   size_t scratch_nbytes() const { return scratch_.bytes(); }
 
   void grow(int64_t rows) {
@@ -128,6 +132,16 @@ class DigestStore {
     std::lock_guard lock(mutex_);
     check(layer, rows.data(), static_cast<int64_t>(rows.shape(0)));
     digest().build(shape_, view(layer), rows.data(), keys.data(), static_cast<int64_t>(rows.shape(0)));
+  }
+
+  // All that rows hold, layer by layer, array by array.
+  void dump(const Rows& rows, const Digests& digests) {
+    each_piece(rows, digests.shape(0), digests.shape(1), digests.data(),
+               [](uint8_t* outside, uint8_t* row, size_t bytes) { std::memcpy(outside, row, bytes); });
+  }
+  void load(const Rows& rows, const GivenDigests& digests) {
+    each_piece(rows, digests.shape(0), digests.shape(1), digests.data(),
+               [](const uint8_t* outside, uint8_t* row, size_t bytes) { std::memcpy(row, outside, bytes); });
   }
 
   float choose(int layer, const Rows& rows, const Queries& queries, const Rows& starts, const PerQuery& own_lse,
@@ -201,6 +215,20 @@ class DigestStore {
   size_t item_bytes(int i) const {
     const size_t bytes[4] = {shape_.code_bytes(), size(shape_.head_dim), size(shape_.head_dim), 2 * sizeof(float)};
     return bytes[i];
+  }
+  template <class Byte, class Move>
+  void each_piece(const Rows& rows, size_t count, size_t bytes, Byte* outside, Move&& move) {
+    require(count == rows.shape(0) && bytes == row_bytes(), "digests: not [rows, " + std::to_string(row_bytes()) + "]");
+    nb::gil_scoped_release released;
+    std::lock_guard lock(mutex_);
+    if (count) check(0, rows.data(), static_cast<int64_t>(count));
+    for (size_t i = 0; i < count; ++i)
+      for (const auto& layer : layers_)
+        for (int array = 0; array < 4; ++array) {
+          const size_t piece = item_bytes(array) * size(shape_.heads);
+          move(outside, layer->data() + section(array, capacity_) + static_cast<size_t>(rows.data()[i]) * piece, piece);
+          outside += piece;
+        }
   }
   // Where array i begins, each aligned to 64; 4 gives the bytes of all.
   size_t section(int i, int64_t rows) const {

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvpager.core.scorer import PageNumbers
+from kvpager.core.numbers import PageNumbers
 from kvpager.ports import FloatArray
 
 __all__ = ["Policy", "keep_young"]

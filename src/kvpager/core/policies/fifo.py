@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvpager.core.numbers import PageNumbers
 from kvpager.core.policies.base import Policy
-from kvpager.core.scorer import PageNumbers
 from kvpager.ports import FloatArray
 
 __all__ = ["FIFO"]

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvpager.core.numbers import PageNumbers
 from kvpager.core.policies.base import Policy, keep_young
-from kvpager.core.scorer import PageNumbers
 from kvpager.ports import WINDOW, FloatArray
 
 __all__ = ["SnapKV"]

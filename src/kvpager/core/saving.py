@@ -1,0 +1,218 @@
+"""A sequence that outlives its pager: what is kept of it beside its blocks, and how it goes on from there.
+
+Full blocks go to the store, also those that belong to this sequence alone (written while a selection left pages out):
+these have keys of their own, made of their pages. The open block, the tokens, and the numbers that decide how later
+blocks are named make up the rest. What is restored goes on as the sequence would have: the same pages, digests and
+scores, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.core.blocks import Name, packed
+from kvpager.core.keeping import Keeper, Wanted
+from kvpager.core.sequence import Sequence
+from kvpager.core.state import State
+from kvpager.core.transaction import frames_needed
+from kvpager.errors import KVPagerError, PageLost, SwapError
+from kvpager.ports import IntArray
+from kvpager.stored import KEY_BYTES
+
+__all__ = ["SavedSequence", "restore", "save"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SavedSequence:
+    """What `Pager.save` gives and `Pager.restore` takes.
+
+    header  of numbers and texts, as JSON can hold them
+    arrays  "tokens" int64 [length], "keys" uint8 [full blocks, 32], "open" uint8 [n, page_bytes] and
+            "open_scores" uint8 [n]: of the open block, if there is one
+    """
+
+    header: Mapping[str, Any]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that it holds."""
+        tokens: list[int] = self.arrays["tokens"].tolist()
+        return tokens
+
+
+def save(state: State, keeper: Keeper, sequence: Sequence) -> SavedSequence | None:
+    """Offer the store all full blocks of a sequence, and tell what else there is to it.
+
+    None where it can't go on elsewhere: tokens that were never told, or a page that can't be read.
+    """
+    size = state.config.page_size
+    if len(sequence.tokens) != sequence.length:
+        return None
+    keys = _named(state, keeper, sequence)
+    if keys is None:
+        return None
+    keeper.flush()
+    keeper.tell(sequence.rows[: len(keys)])
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "tokens": np.array(sequence.tokens, np.int64),
+        "keys": np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES),
+    }
+    if sequence.length % size:
+        row = sequence.rows[-1:]
+        try:
+            arrays["open"] = _open_pieces(state, sequence)
+        except (PageLost, SwapError):
+            return None
+        arrays["open_scores"] = state.scorer.dump(row)[0]
+    header = {
+        "format": FORMAT,
+        "namespace": state.blocks.keys.namespace,
+        "scores": state.scorer.kind,
+        "length": sequence.length,
+        "exact": _count(sequence, sequence.approximate_from, size),
+        "chain": len(sequence.keys),
+        "approximate_from": sequence.approximate_from,
+        "private_from": sequence.private_from,
+    }
+    return SavedSequence(header, arrays)
+
+
+def _count(sequence: Sequence, start: int | None, size: int) -> int:
+    """How many of a sequence's full blocks lie before position `start`."""
+    return (sequence.length if start is None else min(start, sequence.length)) // size
+
+
+def _named(state: State, keeper: Keeper, sequence: Sequence) -> list[bytes] | None:
+    """Keys of all full blocks; blocks that have none get one of their own and are offered to the store."""
+    size, blocks = state.config.page_size, state.blocks
+    keys = list(sequence.keys)
+    for depth in range(len(keys), sequence.length // size):
+        row = int(sequence.rows[depth])
+        name = blocks.name(row)
+        if name is None:
+            tokens = packed(sequence.tokens[depth * size : (depth + 1) * size])
+            parent = keys[-1] if keys else sequence.root
+            try:
+                pages = state.residency.pages_of(row)
+            except (PageLost, SwapError):
+                return None
+            key = blocks.keys.private(sequence.root, parent, tokens, pages)
+            approximate = sequence.approximate_from is not None and (depth + 1) * size > sequence.approximate_from
+            name = Name(key, parent, sequence.root, depth, tokens, approximate)
+            if blocks.register(row, name):
+                keeper.offer(row)
+        keys.append(name.key)
+    return keys
+
+
+def _open_pieces(state: State, sequence: Sequence) -> npt.NDArray[np.uint8]:
+    """All that the open block's pages need to go on: from its frames, or from swap while it is parked."""
+    if sequence.stash is not None:
+        assert state.swap is not None
+        return state.swap.read(sequence.stash)
+    return state.residency.storage.suspend(_open_frames(state, int(sequence.rows[-1])))
+
+
+def _open_frames(state: State, row: int) -> IntArray:
+    frames: IntArray = state.table.frame[row].reshape(-1).astype(np.int64)
+    return frames
+
+
+def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int], salt: bytes) -> Sequence | None:
+    """A sequence that holds the longest part of `saved` from which `prompt` goes on; see Pager.restore."""
+    if saved.header.get("format") != FORMAT or saved.header.get("namespace") != state.blocks.keys.namespace:
+        return None
+    size, root = state.config.page_size, state.blocks.root(salt)
+    tokens = saved.tokens
+    length = _usable(state, tokens, prompt)
+    run = _run(saved, tokens, length // size, size)
+    length = _cut(state, length, keeper.present(run))
+    state.require_tokens(length)
+    rows = keeper.adopt(run[: length // size], root)
+    try:
+        kept = _cut(state, length, len(rows))
+        sequence = _sequence(state, saved, rows[: kept // size], kept, root)
+        if kept % size:
+            _reopen(state, sequence, saved)
+    except KVPagerError:
+        state.blocks.drop_all(rows[::-1])
+        raise
+    state.blocks.drop_all(rows[kept // size :][::-1])
+    sequence.cost.evictions -= state.table.evictions(sequence.rows)
+    state.sequences[sequence.id] = sequence
+    state.residency.counters.prefix_tokens_hit += sequence.length
+    return sequence
+
+
+def _usable(state: State, tokens: list[int], prompt: list[int]) -> int:
+    """Tokens of a saved sequence from which a prompt can go on: all of them, or up to a tile boundary."""
+    most = min(len(tokens), len(prompt) - 1)
+    same = next((i for i in range(most) if tokens[i] != prompt[i]), most)
+    return same if same == len(tokens) else _boundary(state, same)
+
+
+def _boundary(state: State, tokens: int) -> int:
+    """The last tile boundary, and block's end, at or before so many tokens."""
+    unit = max(state.config.tile, state.config.page_size)
+    return tokens // unit * unit
+
+
+def _cut(state: State, length: int, blocks: int) -> int:
+    """The same length where there are `blocks` full blocks of it, else the last tile boundary that they reach."""
+    size = state.config.page_size
+    if blocks >= length // size:
+        return length
+    return _boundary(state, blocks * size)
+
+
+def _run(saved: SavedSequence, tokens: list[int], count: int, size: int) -> list[Wanted]:
+    exact = int(saved.header["exact"])
+    return [
+        Wanted(saved.arrays["keys"][depth].tobytes(), packed(tokens[depth * size : (depth + 1) * size]), depth >= exact)
+        for depth in range(count)
+    ]
+
+
+def _sequence(state: State, saved: SavedSequence, rows: list[int], length: int, root: bytes) -> Sequence:
+    """A sequence that is not among the pager's yet, its open block still missing."""
+    header = saved.header
+    sequence = Sequence(state.opened, state, state.shape.layers)
+    state.opened += 1
+    sequence.root = root
+    sequence.rows = np.array(rows, np.int64)
+    sequence.keys = [key.tobytes() for key in saved.arrays["keys"][: min(int(header["chain"]), len(rows))]]
+    sequence.length = length
+    sequence.filled[:] = length
+    sequence.tokens = saved.tokens[:length]
+    sequence.announced = list(sequence.tokens)
+    for name in ("approximate_from", "private_from"):
+        start = header[name]
+        setattr(sequence, name, start if start is not None and start < length else None)
+    return sequence
+
+
+def _reopen(state: State, sequence: Sequence, saved: SavedSequence) -> None:
+    """Give a sequence its open block. Raises PoolExhausted or SwapError with nothing changed."""
+    state.require_frames(frames_needed(state, {}) + state.shape.layers * state.shape.kv_heads, "a saved sequence")
+    row = state.blocks.take()
+    state.fit()
+    rows, pages = np.array([row]), state.shape.layers * state.shape.kv_heads
+    try:
+        state.residency.reopen(row * pages + np.arange(pages), saved.arrays["open"])
+    except KVPagerError:
+        state.blocks.drop(row)
+        raise
+    depth, now = np.array([len(sequence.rows)], np.int64), state.residency.clock.tick
+    for layer in range(state.shape.layers):
+        state.scorer.born(rows, layer, depth, now)
+    if saved.header["scores"] == state.scorer.kind:
+        state.scorer.load(rows, depth, saved.arrays["open_scores"][None], now)
+    sequence.rows = np.append(sequence.rows, row)
