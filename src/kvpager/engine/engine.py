@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvpager.config import DType, PagerConfig
 from kvpager.core.pager import Pager
+from kvpager.engine.answers import Answers
 from kvpager.engine.checks import checked
 from kvpager.engine.guided import Guides
-from kvpager.engine.outputs import EngineStats, FinishReason, Output, TokenLogprob
+from kvpager.engine.outputs import EngineStats, Output
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.request import Choice, Entry, Request
 from kvpager.engine.room import Room
 from kvpager.engine.runner import Drawn, Runner
-from kvpager.engine.sampler import Sampled, Sampler, SampleState
+from kvpager.engine.sampler import Sampler, SampleState
 from kvpager.engine.scheduler import Scheduler
 from kvpager.engine.settings import EngineConfig, model_length, pager_settings, step_tokens
 from kvpager.engine.text import TextState, decoder
-from kvpager.errors import (
-    EngineStopped,
-    InputError,
-    KVPagerError,
-    PageLost,
-    PoolExhausted,
-    QueueFull,
-    SampleError,
-    SwapError,
-)
+from kvpager.errors import EngineStopped, InputError, PageLost, PoolExhausted, QueueFull, SwapError
 from kvpager.hf.shape import kv_shape
 from kvpager.models import LoadedModel
 
@@ -60,7 +50,6 @@ class Engine:
         self.config = config or EngineConfig()
         text = loaded.model.config.get_text_config(decoder=True)
         self._vocabulary = int(text.vocab_size)
-        self._end_ids = loaded.end_ids
         self._decoders = {skip: decoder(loaded.tokenizer, skip) for skip in (True, False)}
         self._guides = Guides(loaded.tokenizer, self._vocabulary, loaded.end_ids)
         self._clock = clock
@@ -80,11 +69,8 @@ class Engine:
         except BaseException:
             self.pager.shutdown()
             raise
-        self._requests: dict[str, Request] = {}
-        self._outputs: list[Output] = []  # that a later step gives out
-        self._finished: Counter[str] = Counter()
+        self._answers = Answers(self.pager, self._scheduler, loaded.end_ids)
         self._numbers = self._steps = 0
-        self._tokens: Counter[str] = Counter()
         self._closed = False
 
     # -- requests
@@ -108,7 +94,7 @@ class Engine:
         if self._closed:
             raise EngineStopped("the engine was closed")
         ids = checked(request_id, prompt, params, priority, deadline, salt, self._vocabulary)
-        if request_id in self._requests:
+        if request_id in self._answers.requests:
             raise InputError(f"request_id: {request_id!r} is being served already")
         need = self._room.require(len(ids), params.max_tokens, params.n)
         if len(self._scheduler.waiting) >= self.config.max_queue:
@@ -131,21 +117,21 @@ class Engine:
             state = SampleState(params, seed=seed, choice=place, prompt=ids, guide=guide)
             request.choices.append(Choice(request, place, state, TextState(decode, params)))
         self._numbers += 1
-        self._requests[request_id] = request
+        self._answers.requests[request_id] = request
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False when there is none of that name. The next step tells it."""
-        request = self._requests.get(request_id)
+        request = self._answers.requests.get(request_id)
         if request is None:
             return False
-        self._end(request, "abort", self._clock())
+        self._answers.end(request, "abort", self._clock())
         return True
 
     @property
     def has_work(self) -> bool:
         """Whether a step would have something to do or to tell."""
-        return bool(self._requests or self._outputs)
+        return bool(self._answers.requests or self._answers.outputs)
 
     # -- a step
 
@@ -154,14 +140,15 @@ class Engine:
         if self._closed:
             raise EngineStopped("the engine was closed")
         now = self._clock()
-        for request in [one for one in self._requests.values() if one.deadline is not None and one.deadline <= now]:
-            self._end(request, "deadline", now)
+        for request in [
+            one for one in self._answers.requests.values() if one.deadline is not None and one.deadline <= now
+        ]:
+            self._answers.end(request, "deadline", now)
         entries = self._scheduler.schedule(now)
         drawn = self._run(entries) if entries else self._stuck()
         if drawn:
-            self._settle(drawn, self._clock())
-        outputs, self._outputs = self._outputs, []
-        return outputs
+            self._answers.settle(drawn, self._clock())
+        return self._answers.take()
 
     def _run(self, entries: list[Entry]) -> list[Drawn]:
         """The step's new tokens; none when it failed and was rolled back."""
@@ -196,7 +183,7 @@ class Engine:
             if len(running) > 1:
                 self._scheduler.park(running[-1])
             else:
-                self._end(running[0], "error", self._clock(), "no step of it fits the pool")
+                self._answers.end(running[0], "error", self._clock(), "no step of it fits the pool")
         return []
 
     def _failed(self, entry: Entry, error: Exception) -> list[Drawn]:
@@ -205,7 +192,7 @@ class Engine:
         if isinstance(error, (PoolExhausted, SwapError)) and len(running) > 1:
             self._scheduler.give_up(running[-1])
         else:
-            self._end(entry.choice.request, "error", self._clock(), f"{type(error).__name__}: {error}")
+            self._answers.end(entry.choice.request, "error", self._clock(), f"{type(error).__name__}: {error}")
         return []
 
     def _replay(self, entries: list[Entry], error: PageLost) -> None:
@@ -217,123 +204,10 @@ class Engine:
                     continue
                 self._scheduler.lose(choice)
                 if choice.replays > MOST_REPLAYS:
-                    self._end(request, "error", self._clock(), f"pages were lost {choice.replays} times: {error}")
+                    self._answers.end(
+                        request, "error", self._clock(), f"pages were lost {choice.replays} times: {error}"
+                    )
                     break
-
-    # -- settling
-
-    def _settle(self, drawn: list[Drawn], now: float) -> None:
-        """Give each choice its token, end those that are done, and let the answers to one prompt part."""
-        for choice, sampled in drawn:
-            if isinstance(sampled, SampleError):
-                self._finish(choice, "error", now, error=str(sampled))
-            else:
-                self._extend(choice, sampled, now)
-        for request in {choice.request.id: choice.request for choice, _ in drawn}.values():
-            if not request.forked:
-                self._fork(request)
-            if not request.alive:
-                self._forget(request)
-
-    def _extend(self, choice: Choice, sampled: Sampled, now: float) -> None:
-        """A choice takes a token: its text, and whether it ends."""
-        request, params, token = choice.request, choice.request.params, sampled.token
-        try:
-            choice.state.accept(token)
-        except SampleError as error:
-            self._finish(choice, "error", now, error=str(error))
-            return
-        choice.output.append(token)
-        if choice.first_token is None:
-            choice.first_token = now
-        self._tokens["completion"] += 1
-        reason: FinishReason | None = None
-        stop: str | int | None = None
-        piece = ""
-        if token in self._end_ids and not params.ignore_eos:
-            reason = "stop"
-        elif token in params.stop_token_ids:
-            reason, stop = "stop", token
-        else:
-            piece = choice.text.push(token)
-            if choice.text.stopped:
-                reason, stop = "stop", choice.text.stop_reason
-            elif choice.state.finished:
-                reason = "stop"
-            elif choice.known >= request.need.length:
-                reason = "length"
-        logprobs = None
-        if sampled.logprob is not None:
-            logprobs = (TokenLogprob(token, sampled.logprob, tuple(sampled.top)),)
-        if reason is None:
-            self._outputs.append(self._output(choice, piece, (token,), logprobs))
-        else:
-            self._finish(choice, reason, now, stop, piece, (token,), logprobs)
-
-    def _output(
-        self, choice: Choice, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None
-    ) -> Output:
-        told = None
-        request = choice.request
-        if choice.index == 0 and request.params.prompt_logprobs is not None and not request.told:
-            request.told = True
-            told = tuple(request.prompt_logprobs)
-        return Output(request.id, choice.index, text, tokens, logprobs, told)
-
-    def _finish(
-        self,
-        choice: Choice,
-        reason: FinishReason,
-        now: float,
-        stop: str | int | None = None,
-        piece: str = "",
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] | None = None,
-        error: str | None = None,
-    ) -> None:
-        """End one answer: what was held back of its text is let go, and its sequence closed unless others need it."""
-        request = choice.request
-        piece += choice.text.finish()
-        if choice.text.stopped and reason == "length":
-            reason, stop = "stop", choice.text.stop_reason
-        choice.finish_reason = reason
-        if request.forked:
-            self._scheduler.close(choice)
-        output = self._output(choice, piece, tokens, logprobs)
-        usage = request.usage(choice, now)
-        self._outputs.append(replace(output, finish_reason=reason, stop_reason=stop, usage=usage, error=error))
-
-    def _fork(self, request: Request) -> None:
-        """The prompt is done and each answer has its first token: give each that goes on a sequence of its own."""
-        request.forked = True
-        first = request.choices[0]
-        sequence, first.sequence = first.sequence, None
-        assert sequence is not None
-        alive = request.alive
-        for choice in alive[1:]:
-            try:
-                choice.sequence = self.pager.fork(sequence)
-            except KVPagerError:
-                continue  # it is computed anew from its tokens, as after a loss
-            choice.cost = choice.sequence.cost
-        if alive:
-            alive[0].sequence, alive[0].cost = sequence, sequence.cost
-        else:
-            self.pager.close(sequence)
-
-    def _end(self, request: Request, reason: FinishReason, now: float, error: str | None = None) -> None:
-        """End all answers of a request that have not ended."""
-        for choice in request.alive:
-            self._finish(choice, reason, now, error=error)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        self._scheduler.remove(request)
-        del self._requests[request.id]
-        self._tokens["prompt"] += len(request.prompt)
-        self._tokens["cached"] += request.cached_tokens
-        reasons = [choice.finish_reason or "error" for choice in request.choices]
-        self._finished[next((reason for reason in reasons if reason not in ("stop", "length")), reasons[0])] += 1
 
     # -- looking, and the end
 
@@ -346,11 +220,11 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             replays=self._scheduler.replays,
             steps=self._steps,
-            prompt_tokens=self._tokens["prompt"],
-            cached_tokens=self._tokens["cached"],
-            completion_tokens=self._tokens["completion"],
+            prompt_tokens=self._answers.tokens["prompt"],
+            cached_tokens=self._answers.tokens["cached"],
+            completion_tokens=self._answers.tokens["completion"],
             pager=self.pager.stats(),
-            finished=dict(self._finished),
+            finished=dict(self._answers.finished),
         )
 
     def check(self) -> None:
@@ -358,7 +232,9 @@ class Engine:
         self.pager.check()
         queued = [*self._scheduler.running, *self._scheduler.waiting, *self._scheduler.parked]
         assert len({request.id for request in queued}) == len(queued), "a request stands in two queues"
-        assert {request.id for request in queued} == set(self._requests), "a request is in no queue, or forgotten"
+        assert {request.id for request in queued} == set(self._answers.requests), (
+            "a request is in no queue, or forgotten"
+        )
         held = [choice.sequence for request in queued for choice in request.choices if choice.sequence is not None]
         assert len(held) == self.pager.stats().sequences, "a sequence belongs to no request"
         for request in queued:

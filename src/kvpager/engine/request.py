@@ -11,6 +11,7 @@ from kvpager.engine.outputs import FinishReason, TokenLogprob, Usage
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.room import Need
 from kvpager.engine.sampler import SampleState
+from kvpager.engine.schedule import Schedule
 from kvpager.engine.text import TextState
 from kvpager.ports import IntArray
 
@@ -96,6 +97,7 @@ class Request:
         self.priority, self.deadline, self.salt = priority, deadline, salt
         self.number, self.arrived = number, arrived
         self.need = need
+        self.schedule = Schedule(len(prompt))
         self.choices: list[Choice] = []
         self.prompt_array: IntArray = np.array(prompt, np.int64)
         self.prompt_logprobs: list[TokenLogprob] = []

@@ -146,7 +146,9 @@ class Scheduler:
 
     def _single(self, choice: Choice) -> bool:
         """Whether a choice goes on by one token: as it decodes, or as it did before its pages were lost."""
-        return choice.decodes or (self._selects and len(choice.request.prompt) <= choice.length < choice.known)
+        return choice.decodes or (
+            self._selects and choice.length < choice.known and choice.request.schedule.single(choice.length)
+        )
 
     def _prefills(self, left: int, now: float) -> list[Entry]:
         """Chunks of whole tiles, up to `left` tokens; requests that wait are started as far as there is room."""
@@ -179,9 +181,9 @@ class Scheduler:
         return heapq.merge(behind, list(self.waiting), key=lambda one: one.key)
 
     def _stop(self, choice: Choice, left: int) -> int:
-        """Where a chunk of at most `left` tokens ends: at the prompt's end, else at the end of a tile."""
-        start, prompt = choice.length, len(choice.request.prompt)
-        end = prompt if start < prompt else choice.known
+        """Where a chunk of at most `left` tokens ends: where its schedule cuts it, else at the end of a tile."""
+        start = choice.length
+        end = min(choice.request.schedule.cut(start), choice.known)
         return end if end - start <= left else max(start, (start + left) // self._tile * self._tile)
 
     def _entry(self, choice: Choice, stop: int) -> Entry:
