@@ -15,6 +15,13 @@
     |-- PageLost (RuntimeError)           a live page could not be read back from swap
     |-- SwapError (RuntimeError)          swap could not be opened or written
     |   `-- SwapFull                      swap has reached its limit, or the disk is full
+    |-- StoreError (RuntimeError)         a store of blocks could not be opened, read or written
+    |   |-- StoreDamaged                  bytes of a store that do not match their checksum or key
+    |   |-- StoreForeign                  a file that another application made
+    |   |-- StoreNewer                    written by a newer kvpager, and left as it is
+    |   |-- StoreFull                     the store has reached its limit, or the disk is full
+    |   |-- StoreLocked                   another process holds it for too long
+    |   `-- StoreUnavailable              it is lost, read-only, or its disk fails
     |-- CacheMismatch (RuntimeError)      a cache and an attention that don't belong together
     |-- SampleError (RuntimeError)        no token can be chosen from a row of logits
     |-- UnsupportedModel (ValueError)     an architecture that kvpager can't page
@@ -52,6 +59,13 @@ __all__ = [
     "SampleError",
     "SequenceError",
     "StepError",
+    "StoreDamaged",
+    "StoreError",
+    "StoreForeign",
+    "StoreFull",
+    "StoreLocked",
+    "StoreNewer",
+    "StoreUnavailable",
     "SwapError",
     "SwapFull",
     "ThreadError",
@@ -120,6 +134,56 @@ class SwapError(KVPagerError, RuntimeError):
 
 class SwapFull(SwapError):
     """Swap has reached its limit, or its disk is full."""
+
+
+class StoreError(KVPagerError, RuntimeError):
+    """A store of blocks could not be opened, read or written.
+
+    kind  one word for counters and logs, as in StoreStats.errors
+    """
+
+    kind = "io"
+
+
+class StoreDamaged(StoreError):
+    """Bytes of a store are cut off, changed, or another block's: they do not match their checksum or their key."""
+
+    kind = "damaged"
+
+
+class StoreForeign(StoreError):
+    """The file was made by another application, and is left as it is."""
+
+    kind = "foreign"
+
+
+class StoreNewer(StoreError):
+    """The store was written by a newer kvpager, and is left as it is; the message gives both versions."""
+
+    kind = "newer"
+
+
+class StoreFull(StoreError):
+    """The store has reached its limit and nothing may make way, or its disk is full; nothing was half written."""
+
+    kind = "full"
+
+
+class StoreLocked(StoreError):
+    """Another process has held the store for longer than one waits for it."""
+
+    kind = "locked"
+
+
+class StoreUnavailable(StoreError):
+    """The store can't be used as it is.
+
+    kind  "lost" (deleted or replaced), "readonly", or "io" for any other failure of the file system
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class CacheMismatch(KVPagerError, RuntimeError):
