@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvpager.engine.outputs import EngineStats, Output, Usage
     from kvpager.engine.params import SamplingParams
     from kvpager.engine.request import Entry
-    from kvpager.stats import StoreStats
 
 __all__ = ["PARTS", "WORK", "Answer", "EngineRun", "Step", "VirtualClock", "drive", "require_room"]
 
@@ -105,7 +104,6 @@ class EngineRun:
     steps: list[Step] = field(default_factory=list)
     seconds: float = 0.0
     stats: EngineStats | None = None
-    store: StoreStats | None = None
     interrupted: bool = False
 
     @property
@@ -160,7 +158,6 @@ def drive(
         run.interrupted = True
     run.seconds = clock() - start
     run.stats = engine.stats()
-    run.store = None if engine.pager.store is None else engine.pager.store.stats()
     return run
 
 

@@ -299,9 +299,9 @@ class Maker:
 
     def _store_lines(self, engine: Engine) -> list[str]:
         """What the store has from earlier, or why it is out of use."""
-        if self._store is None or engine.pager.store is None:
+        stats = engine.stats().store
+        if self._store is None or stats is None:
             return []
-        stats = engine.pager.store.stats()
         if stats.state != "ok":
             return [f"store: {self._store.path} is out of use ({stats.state}); requests are served without it"]
         return [
