@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvpager.config import POLICIES
-from kvpager.core.policies import POLICY_TYPES, make
 from kvpager.core.numbers import FIELDS, PageNumbers
+from kvpager.core.policies import POLICY_TYPES, make
 from kvpager.errors import ConfigError
 
 FLOATS = FIELDS - {"born"}

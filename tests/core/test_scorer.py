@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from kvpager.core.policies import POLICY_TYPES
 from kvpager.core.numbers import FIELDS, PageNumbers
+from kvpager.core.policies import POLICY_TYPES
 from kvpager.core.scorer import AttentionScorer, Observed
 from kvpager.kernels.reference import masses
 from kvpager.ports import WINDOW
