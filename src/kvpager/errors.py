@@ -8,6 +8,7 @@
     |   `-- RequestTooLarge               a request that could never be served, whatever else runs
     |-- QueueFull (RuntimeError)          as many requests wait already as the engine allows
     |-- EngineStopped (RuntimeError)      the engine was closed
+    |-- SessionBusy (RuntimeError)        another request is using the session
     |-- SequenceError (ValueError)        a sequence that is closed, or another pager's
     |-- StepError (RuntimeError)          append, attend, commit or rollback out of order
     |-- ThreadError (RuntimeError)        a call from a thread that does not own the pager
@@ -58,6 +59,7 @@ __all__ = [
     "RequestTooLarge",
     "SampleError",
     "SequenceError",
+    "SessionBusy",
     "StepError",
     "StoreDamaged",
     "StoreError",
@@ -95,6 +97,10 @@ class QueueFull(KVPagerError, RuntimeError):
 
 class EngineStopped(KVPagerError, RuntimeError):
     """The engine was closed."""
+
+
+class SessionBusy(KVPagerError, RuntimeError):
+    """Another request is using the session, here or in another process: send this one when that has ended."""
 
 
 class SequenceError(KVPagerError, ValueError):

@@ -15,6 +15,7 @@ from kvpager.engine.engine import Engine, EngineConfig
 from kvpager.engine.outputs import Output
 from kvpager.engine.params import SamplingParams
 from kvpager.models import LoadedModel
+from kvpager.stored import BlockStore
 from tests.hf import tiny
 from tests.small_llm import tokenizer
 
@@ -43,11 +44,12 @@ def engine(
     *,
     end_ids: frozenset[int] = frozenset(),
     clock: Any = None,
+    store: BlockStore | None = None,
     **settings: Any,
 ) -> Iterator[Engine]:
     """An engine whose books balance at the end."""
     more = {} if clock is None else {"clock": clock}
-    one = Engine(loaded(name, end_ids), pager, EngineConfig(**settings), **more)
+    one = Engine(loaded(name, end_ids), pager, EngineConfig(**settings), store=store, **more)
     try:
         yield one
         one.check()

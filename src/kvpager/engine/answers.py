@@ -11,6 +11,7 @@ from kvpager.engine.request import Choice, Request
 from kvpager.engine.runner import Drawn
 from kvpager.engine.sampler import Sampled
 from kvpager.engine.scheduler import Scheduler
+from kvpager.engine.sessions import Sessions
 from kvpager.errors import KVPagerError, SampleError
 
 __all__ = ["Answers"]
@@ -24,12 +25,19 @@ class Answers:
     finished   ended requests by how they ended; tokens: of them, by kind
     """
 
-    def __init__(self, pager: Pager, scheduler: Scheduler, end_ids: frozenset[int]) -> None:
-        self._pager, self._scheduler, self._end_ids = pager, scheduler, end_ids
+    def __init__(self, pager: Pager, scheduler: Scheduler, sessions: Sessions, end_ids: frozenset[int]) -> None:
+        self._pager, self._scheduler, self._sessions, self._end_ids = pager, scheduler, sessions, end_ids
         self.requests: dict[str, Request] = {}
         self.outputs: list[Output] = []
         self.finished: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+
+    def retell(self, now: float) -> None:
+        """Tell what answers that go on had come to when they were cut short."""
+        for choice, piece in self._sessions.retold():
+            choice.first_token = now
+            self.tokens["completion"] += len(choice.output)
+            self.outputs.append(self._output(choice, piece, tuple(choice.output), None))
 
     def settle(self, drawn: list[Drawn], now: float) -> None:
         """Give each choice its token, end those that are done, and let the answers to one prompt part."""
@@ -118,6 +126,7 @@ class Answers:
             reason, stop = "stop", choice.text.stop_reason
         choice.finish_reason = reason
         if request.forked:
+            self._sessions.save(choice, reason)
             self._scheduler.close(choice)
         output = self._output(choice, piece, tokens, logprobs)
         usage = request.usage(choice, now)
@@ -143,6 +152,8 @@ class Answers:
 
     def _forget(self, request: Request) -> None:
         self._scheduler.remove(request)
+        if request.session is not None:
+            self._sessions.release(request.session)
         del self.requests[request.id]
         self.tokens["prompt"] += len(request.prompt)
         self.tokens["cached"] += request.cached_tokens

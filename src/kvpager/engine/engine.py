@@ -18,11 +18,14 @@ from kvpager.engine.room import Room
 from kvpager.engine.runner import Drawn, Runner
 from kvpager.engine.sampler import Sampler, SampleState
 from kvpager.engine.scheduler import Scheduler
+from kvpager.engine.session import Session
+from kvpager.engine.sessions import Sessions
 from kvpager.engine.settings import EngineConfig, model_length, pager_settings, step_tokens
 from kvpager.engine.text import TextState, decoder
 from kvpager.errors import EngineStopped, InputError, PageLost, PoolExhausted, QueueFull, SwapError
 from kvpager.hf.shape import kv_shape
 from kvpager.models import LoadedModel
+from kvpager.stored import BlockStore
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -33,7 +36,9 @@ class Engine:
     """Serves requests with one model over one pager of its own.
 
     `loaded` was loaded with kvpager's attention; `pager` says how to page, `kv_dtype` how pages are held (None: the
-    model's own number format), `clock` gives seconds that never go back. One thread owns an engine and its pager.
+    model's own number format), `clock` gives seconds that never go back. What is computed outlives the engine in
+    `store`, which it closes; the pager's namespace then says what the model's numbers depend on. One thread owns an
+    engine and its pager.
 
     Raises ConfigError, UnsupportedModel, CacheMismatch, or SwapError when swap can't be opened.
     """
@@ -45,6 +50,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         kv_dtype: DType | None = None,
+        store: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or EngineConfig()
@@ -55,13 +61,16 @@ class Engine:
         self._clock = clock
         self._seeds = random.Random(self.config.seed)
         shape = kv_shape(loaded.model.config, kv_dtype or loaded.dtype)
-        self.pager = Pager(shape, pager_settings(self.config, pager, shape))
+        self._store = store
+        self.pager = Pager(shape, pager_settings(self.config, pager, shape), store=store)
         self.pager.populate()
         try:
+            self._sessions = Sessions(self.pager)
             self._room = Room(self.pager, self.config.max_num_seqs, model_length(self.config, loaded))
             self._scheduler = Scheduler(
                 self.pager,
                 self._room,
+                self._sessions,
                 step_tokens(self.config, self.pager.config.tile),
                 self.config.enable_prefix_caching,
             )
@@ -69,9 +78,10 @@ class Engine:
         except BaseException:
             self.pager.shutdown()
             raise
-        self._answers = Answers(self.pager, self._scheduler, loaded.end_ids)
+        self._answers = Answers(self.pager, self._scheduler, self._sessions, loaded.end_ids)
         self._numbers = self._steps = 0
         self._closed = False
+        self._whole = True  # not inside a step, nor after one that was broken off
 
     # -- requests
 
@@ -84,12 +94,14 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         salt: bytes = b"",
+        session: str | None = None,
     ) -> None:
         """Take a request: it waits until a step has room for it. Lower priorities are served first.
 
         `deadline` is a time of the engine's clock after which it ends as it is; `salt` keeps its blocks from requests
-        with other salts. Raises InputError, RequestTooLarge for what could never run, QueueFull or EngineStopped, with
-        nothing changed.
+        with other salts. A `session` is a conversation of that salt: the request goes on from where the session's last
+        one ended, also after a restart, and is saved when it ends, however that comes. Raises InputError,
+        RequestTooLarge for what could never run, QueueFull, SessionBusy or EngineStopped, with nothing changed.
         """
         if self._closed:
             raise EngineStopped("the engine was closed")
@@ -111,11 +123,16 @@ class Engine:
             need=need,
         )
         seed = self._seeds.getrandbits(63)
+        hold = None if session is None else Session.named(salt, session, seed)
+        seed = seed if hold is None else hold.turn_seed
         decode = self._decoders[params.skip_special_tokens]
         for place in range(params.n):
             guide = None if params.json_schema is None else self._guides.guide(str(params.json_schema))
             state = SampleState(params, seed=seed, choice=place, prompt=ids, guide=guide)
             request.choices.append(Choice(request, place, state, TextState(decode, params)))
+        if hold is not None:
+            self._sessions.claim(hold, params)
+            request.session = hold
         self._numbers += 1
         self._answers.requests[request_id] = request
         self._scheduler.add(request)
@@ -125,6 +142,8 @@ class Engine:
         request = self._answers.requests.get(request_id)
         if request is None:
             return False
+        if request.session is not None and not self._whole:
+            request.session.kept = False  # after a step that was broken off, nobody knows what its pages hold
         self._answers.end(request, "abort", self._clock())
         return True
 
@@ -145,9 +164,11 @@ class Engine:
         ]:
             self._answers.end(request, "deadline", now)
         entries = self._scheduler.schedule(now)
+        self._answers.retell(now)
         drawn = self._run(entries) if entries else self._stuck()
         if drawn:
             self._answers.settle(drawn, self._clock())
+        self._whole = True
         return self._answers.take()
 
     def _run(self, entries: list[Entry]) -> list[Drawn]:
@@ -209,6 +230,22 @@ class Engine:
                     )
                     break
 
+    # -- what is kept
+
+    def forget_session(self, salt: bytes, name: str) -> bool:
+        """Forget a session of a tenant; False where there is none. Raises InputError, or SessionBusy while it is used.
+
+        The blocks of its text stay in the store until they make way or `erase` is called.
+        """
+        return self._sessions.forget(salt, name)
+
+    def erase(self, salt: bytes) -> int:
+        """Forget all that a tenant has in pool and store; returns how many blocks and sessions the store had.
+
+        Requests that run go on, and their sessions are not saved. Raises InputError without a store.
+        """
+        return self._sessions.erase(salt)
+
     # -- looking, and the end
 
     def stats(self) -> EngineStats:
@@ -225,6 +262,8 @@ class Engine:
             completion_tokens=self._answers.tokens["completion"],
             pager=self.pager.stats(),
             finished=dict(self._answers.finished),
+            sessions=self._sessions.stats(),
+            store=None if self._store is None else self._store.stats(),
         )
 
     def check(self) -> None:
@@ -241,9 +280,18 @@ class Engine:
             assert request.alive, f"{request.id} has ended and is still in a queue"
             for choice in request.choices:
                 assert choice.finish_reason is None or choice.sequence is None, f"{request.id}: an ended answer's pages"
+        self._whole = True
 
     def close(self) -> None:
-        """Let go of everything; requests that run are not told. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        """Let go of everything; requests that run are not told, but their sessions are saved. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._whole:
+                for request in self._answers.requests.values():
+                    self._sessions.save(request.choices[0], "abort")
+        finally:
             self.pager.shutdown()
+            if self._store is not None:
+                self._store.close()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvpager.stats import PagerStats
+from kvpager.stats import PagerStats, StoreStats
 
-__all__ = ["EngineStats", "FinishReason", "Output", "TokenLogprob", "Usage"]
+__all__ = ["EngineStats", "FinishReason", "Output", "SessionStats", "TokenLogprob", "Usage"]
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
@@ -26,7 +26,8 @@ class Usage:
     """What one answer has cost.
 
     prompt_tokens, completion_tokens   tokens read and written
-    cached_tokens              prompt tokens that other requests had computed before; at most prompt_tokens - 1
+    cached_tokens              prompt tokens that other requests had computed before: all but one at most, or all of
+                               them where an answer that was cut short goes on
     pages_attended             pages that its tiles attended to, over all layers
     pages_recalled             pages that had to be read back from swap for its tiles
     pages_evicted              pages of its blocks that left the pool; a page that it shares counts for each sharer
@@ -77,6 +78,22 @@ class Output:
 
 
 @dataclass(frozen=True)
+class SessionStats:
+    """One look at the sessions of an engine.
+
+    held     that a request is using
+    resumed  requests that went on from where their session was left
+    saved    requests whose end was saved
+    lost     ends that could not be saved, and records from which nothing could be gone on
+    """
+
+    held: int = 0
+    resumed: int = 0
+    saved: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """One look at an engine.
 
@@ -87,6 +104,8 @@ class EngineStats:
     steps             forwards that were run
     prompt_tokens, cached_tokens, completion_tokens   of all requests: computed, found computed, written
     pager             the pager's own
+    sessions          conversations that outlive their requests
+    store             the store's own, where there is one
     """
 
     running: int
@@ -100,3 +119,5 @@ class EngineStats:
     completion_tokens: int
     pager: PagerStats
     finished: dict[str, int] = field(default_factory=dict)
+    sessions: SessionStats = field(default_factory=SessionStats)
+    store: StoreStats | None = None

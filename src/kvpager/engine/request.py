@@ -12,6 +12,7 @@ from kvpager.engine.params import SamplingParams
 from kvpager.engine.room import Need
 from kvpager.engine.sampler import SampleState
 from kvpager.engine.schedule import Schedule
+from kvpager.engine.session import Session
 from kvpager.engine.text import TextState
 from kvpager.ports import IntArray
 
@@ -98,6 +99,7 @@ class Request:
         self.number, self.arrived = number, arrived
         self.need = need
         self.schedule = Schedule(len(prompt))
+        self.session: Session | None = None
         self.choices: list[Choice] = []
         self.prompt_array: IntArray = np.array(prompt, np.int64)
         self.prompt_logprobs: list[TokenLogprob] = []

@@ -43,6 +43,9 @@ class Guide(Protocol):
     def accept(self, token: int) -> None:
         """Go on after `token`; raises SampleError where it isn't allowed."""
 
+    def copy(self) -> Guide:
+        """Another one at the same place."""
+
 
 class Sampled(NamedTuple):
     """A token, its log-probability by the model (None unless asked for), and the likeliest ones with theirs."""

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvpager.core.pager import Pager
+from kvpager.core.sequence import Sequence
 from kvpager.engine.request import Choice, Entry, Request
 from kvpager.engine.room import Room
+from kvpager.engine.sessions import Sessions
 from kvpager.errors import ConfigError, PageLost, PoolExhausted, SwapError
 
 __all__ = ["Scheduler"]
@@ -23,8 +25,8 @@ class Scheduler:
     preemptions, replays       how often a request gave up its frames, and a sequence is computed anew
     """
 
-    def __init__(self, pager: Pager, room: Room, max_num_batched_tokens: int, share: bool) -> None:
-        self._pager, self._room = pager, room
+    def __init__(self, pager: Pager, room: Room, sessions: Sessions, max_num_batched_tokens: int, share: bool) -> None:
+        self._pager, self._room, self._sessions = pager, room, sessions
         self._budget = max_num_batched_tokens
         self._tile, self._page = pager.config.tile, pager.config.page_size
         self._share = share and pager.config.mode == "recall"
@@ -194,15 +196,18 @@ class Scheduler:
         self.waiting.remove(request)
         request.started, request.leader = now, None
         insort(self.running, request, key=lambda one: one.key)
-        self._open(request.choices[0])
-        request.cached_tokens = request.choices[0].length
+        first = request.choices[0]
+        self._open(first, self._sessions.resume(request))
+        request.cached_tokens = min(first.length, len(request.prompt))
 
-    def _open(self, choice: Choice) -> None:
-        """Give a choice a sequence, with what others have computed of its prompt."""
+    def _open(self, choice: Choice, resumed: Sequence | None = None) -> None:
+        """Give a choice a sequence: one that its session has, or with what others have computed of its prompt."""
         request = choice.request
         # the prompt's log-probabilities need all of its logits, hence all of it computed
         shares = self._share and request.params.prompt_logprobs is None
-        choice.sequence = self._pager.open(request.prompt if shares else None, request.salt)
+        # others compute a prompt in whole tiles: under a budget that is another one from an earlier answer on
+        shared = request.prompt[: request.schedule.first] if self._selects else request.prompt
+        choice.sequence = resumed or self._pager.open(shared if shares else None, request.salt)
         choice.sequence.cost.add(choice.cost)
         choice.cost = choice.sequence.cost
 
@@ -214,6 +219,8 @@ class Scheduler:
         It waits for one other at most, once, and only while that one runs: so it always gets its turn.
         """
         if not self._share or request.params.prompt_logprobs is not None:
+            return False
+        if request.session is not None and self._sessions.look(request.session) is not None:
             return False
         if request.leader is None and not request.has_waited:
             request.leader, request.shared = self._leader(request)
@@ -237,7 +244,7 @@ class Scheduler:
     def _common(self, request: Request, other: Request) -> int:
         """Tokens at the beginning of both prompts that can be shared: whole blocks, at least one token left out."""
         ours, theirs = request.prompt_array, other.prompt_array
-        length = min(len(ours), len(theirs))
+        length = min(len(ours), other.schedule.first if self._selects else len(theirs))
         different = np.flatnonzero(ours[:length] != theirs[:length])
         same = min(int(different[0]) if different.size else length, len(ours) - 1)
         unit = self._tile if self._selects else self._page
