@@ -174,11 +174,10 @@ class Guard:
     def _count(self, side: str, kind: str, text: str, opened: bool) -> None:
         with self._lock:
             self.errors[kind] += 1
-        if self._first(side, kind):
-            then = "; it is off for good" if self.off else "; it is out of use for a while" if opened else ""
+        first, out_of_use = self._first(side, kind), opened and self._first(side, "out of use")
+        then = "; it is off for good" if self.off else "; it is out of use for a while" if opened else ""
+        if first or out_of_use:
             _log.warning("store %s: %s: %s: %s%s", self._name, side, kind, text, then)
-        elif opened and self._first(side, "out of use"):
-            _log.warning("store %s: %s: %s again and again; it is out of use for a while", self._name, side, kind)
 
     def _first(self, side: str, kind: str) -> bool:
         """Whether this is to be told: once, until all is well again."""
