@@ -1,0 +1,175 @@
+"""Who makes way when a store is full.
+
+A block is worth `age + 1 + bits of its hits` when it is used. The age is the worth of the last one that made way, so
+what was used often and is used no more falls behind in time: LFU with dynamic aging (Arlitt et al., 2000), with the
+logarithm of the hits, so that a thousand of them outlast ten times the store's content and not a thousand times. Among
+equals the least recently used goes first, by a counter in the database and not by a clock.
+
+A block whose parent is gone can't be found. So a block counts as no less, and as used no earlier, than any after it, and
+goes only when none is after it. What the running transaction uses stays.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvpager.stored import TENANT_BYTES
+from kvpager.stores.places import Places
+from kvpager.stores.rows import Stamp, remove_blocks
+from kvpager.stores.schema import PAGE_BYTES
+
+__all__ = ["MARGIN_BYTES", "NOBODY", "Gone", "Quota"]
+
+NOBODY = bytes(TENANT_BYTES)
+MARGIN_BYTES = 2**16 + 2 * PAGE_BYTES  # the index of the log, the claims, pages that a transaction adds to indices
+PLANNED = 64  # a plan is good for this part of the limit
+
+
+class _Victim(NamedTuple):
+    """One that may make way, in the order of the first three."""
+
+    worth: int
+    used: int
+    height: int  # less for deeper blocks
+    id: int
+    own_used: int  # as its row says: if that has changed, it was used since
+    is_record: bool
+
+
+@dataclass
+class Gone:
+    """What made way in a transaction: keys of blocks, and how many blocks and records."""
+
+    keys: list[bytes] = field(default_factory=list)
+    count: int = 0
+
+
+class Quota:
+    """Bytes on disk, all included, and those of each tenant.
+
+    The database may fill what the limit leaves beside the log and the reserve. The log goes beyond its share by at most
+    one transaction. Bytes of a tenant are those of its rows; what is nobody's in particular has no limit of its own.
+    """
+
+    def __init__(
+        self, places: Places, limit_bytes: int, tenant_limit_bytes: int | None, log_bytes: int, reserve_bytes: int
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.budget = limit_bytes - log_bytes - reserve_bytes - MARGIN_BYTES
+        self._places = places
+        self._tenant_limit = tenant_limit_bytes
+        self._plan: list[_Victim] = []
+
+    def forget(self) -> None:
+        """Forget what was planned: a transaction was undone, or the database is another one."""
+        self._plan.clear()
+
+    @property
+    def over(self) -> bool:
+        """Whether more is on disk than the limit."""
+        return self._places.nbytes > self.limit_bytes
+
+    def fit(self, connection: sqlite3.Connection, stamp: Stamp, tenant: bytes, nbytes: int, gone: Gone) -> bool:
+        """Make room for so many bytes of a tenant; False where whatever may make way is not enough."""
+        if self._tenant_limit is not None and tenant != NOBODY:
+            excess = tenant_bytes(connection, tenant) + nbytes - self._tenant_limit
+            if nbytes > self._tenant_limit:
+                return False
+            if excess > 0 and not self._free_of(connection, stamp, tenant, excess, gone):
+                return False
+        if nbytes > self.budget:
+            return False
+        needed = nbytes + nbytes // 64 + PAGE_BYTES
+        while used_bytes(connection) + needed > self.budget:
+            if not self._one_less(connection, stamp, needed, gone):
+                return False
+        return True
+
+    def shrink(
+        self, connection: sqlite3.Connection, stamp: Stamp, most: int, gone: Gone, to: int | None = None
+    ) -> bool:
+        """Let at most so many go, until the database's content is within its budget (or `to` bytes); whether it is."""
+        goal = self.budget if to is None else min(to, self.budget)
+        for _ in range(most):
+            if used_bytes(connection) <= goal:
+                return True
+            if not self._one_less(connection, stamp, 0, gone):
+                break
+        return used_bytes(connection) <= goal
+
+    def _one_less(self, connection: sqlite3.Connection, stamp: Stamp, needed: int, gone: Gone) -> bool:
+        for fresh in (False, True):
+            if fresh:
+                self._plan = _order(connection, stamp, needed + self.limit_bytes // PLANNED)
+            while self._plan:
+                if _let_go(connection, self._plan.pop(), gone):
+                    return True
+        return False
+
+    def _free_of(self, connection: sqlite3.Connection, stamp: Stamp, tenant: bytes, nbytes: int, gone: Gone) -> bool:
+        goal = tenant_bytes(connection, tenant) - nbytes
+        plan = _order(connection, stamp, nbytes, tenant)
+        while plan:
+            _let_go(connection, plan.pop(), gone)
+            if tenant_bytes(connection, tenant) <= goal:
+                return True
+        return False
+
+
+def used_bytes(connection: sqlite3.Connection) -> int:
+    """Bytes of the database's pages that hold something."""
+    pages: int = connection.execute("PRAGMA page_count").fetchone()[0]
+    free: int = connection.execute("PRAGMA freelist_count").fetchone()[0]
+    return (pages - free) * PAGE_BYTES
+
+
+def tenant_bytes(connection: sqlite3.Connection, tenant: bytes) -> int:
+    """Bytes of a tenant's rows."""
+    row = connection.execute("SELECT bytes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _order(connection: sqlite3.Connection, stamp: Stamp, nbytes: int, tenant: bytes | None = None) -> list[_Victim]:
+    """The first to make way, of at least so many bytes in all; the very first one last."""
+    where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
+    blocks = connection.execute(
+        f"SELECT id, key, parent, depth, worth, used, bytes FROM blocks{where} ORDER BY depth DESC", values
+    )
+    least = (-1, -1)
+    followed: dict[bytes, tuple[int, int]] = {}
+    found: list[tuple[_Victim, int]] = []
+    for number, key, parent, depth, worth, used, size in blocks:
+        value = max((worth, used), followed.get(key, least))
+        if parent:
+            followed[parent] = max(value, followed.get(parent, least))
+        found.append((_Victim(*value, -depth, number, used, False), size))
+    for number, worth, used, size in connection.execute(f"SELECT id, worth, used, bytes FROM records{where}", values):
+        found.append((_Victim(worth, used, 0, number, used, True), size))
+    found = sorted(one for one in found if one[0].used < stamp.use)
+    total = count = 0
+    while count < len(found) and total < nbytes:
+        total += found[count][1]
+        count += 1
+    return [victim for victim, _ in reversed(found[:count])]
+
+
+def _let_go(connection: sqlite3.Connection, victim: _Victim, gone: Gone) -> bool:
+    """Delete it, unless it was used since, or something follows it now."""
+    if victim.is_record:
+        rows = connection.execute(
+            "DELETE FROM records WHERE id = ? AND used = ? RETURNING key", (victim.id, victim.own_used)
+        ).fetchall()
+    else:
+        rows = connection.execute(
+            "DELETE FROM blocks WHERE id = ? AND used = ?"
+            " AND NOT EXISTS (SELECT 1 FROM blocks AS next WHERE next.parent = blocks.key) RETURNING key",
+            (victim.id, victim.own_used),
+        ).fetchall()
+        remove_blocks(connection, [victim.id] if rows else [])
+        gone.keys += [key for (key,) in rows]
+    if rows:
+        connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'age'", (victim.worth,))
+    gone.count += len(rows)
+    return bool(rows)

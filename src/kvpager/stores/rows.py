@@ -1,0 +1,138 @@
+"""Blocks and records as rows: what is written to the tables, and how it is checked when it is read."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvpager.errors import StoreDamaged
+from kvpager.stored import BlockHead, StoredBlock
+from kvpager.stores.codec import encode, encode_head, read_head
+from kvpager.stores.header import Compression
+from kvpager.stores.packages import xxh3
+
+__all__ = [
+    "BlockRows",
+    "Stamp",
+    "block_rows",
+    "bump",
+    "counter",
+    "head_of",
+    "insert_block",
+    "remove_blocks",
+    "seal",
+    "unseal",
+]
+
+_SUM_BYTES = 8
+_ROW_BYTES = 400  # of the small row, its entries in indices, and what SQLite keeps for each of the others
+_PARTS = ("heads", "scores", "payloads")
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a transaction notes with the rows that it uses: its number, the quota's age, seconds since 1970."""
+
+    use: int
+    age: int
+    seen: int
+
+    def worth(self, hits: int) -> int:
+        """What a block that is used now is worth, see quota."""
+        return self.age + 1 + hits.bit_length()
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """A block as it is stored: its head without scores, its scores, its pages with their checksums."""
+
+    head: BlockHead
+    packed: bytes
+    scores: bytes
+    payload: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the database, but for what is lost at the ends of pages."""
+        return len(self.packed) + len(self.scores) + len(self.payload) + _ROW_BYTES
+
+
+def block_rows(block: StoredBlock, compression: Compression, itemsize: int) -> BlockRows:
+    """A block made ready to be written; raises InputError, see codec.encode."""
+    head = block.head
+    bare = replace(head, digest_kind="", digest=b"", scores=b"", hits=0)
+    return BlockRows(
+        head,
+        encode_head(replace(head, scores=b"", hits=0)),
+        seal(head.key, head.scores),
+        encode(StoredBlock(bare, block.payload), compression, itemsize),
+    )
+
+
+def insert_block(connection: sqlite3.Connection, rows: BlockRows, stamp: Stamp) -> int:
+    """Write a block that is not there; returns its id."""
+    head = rows.head
+    number = connection.execute(
+        "INSERT INTO blocks (key, parent, tenant, depth, bytes, payload_bytes, hits, worth, used, seen)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            head.key,
+            head.parent,
+            head.tenant,
+            head.depth,
+            rows.nbytes,
+            head.pages * head.page_bytes,
+            head.hits,
+            stamp.worth(head.hits),
+            stamp.use,
+            stamp.seen,
+        ),
+    ).lastrowid
+    assert number is not None
+    for table, data in zip(_PARTS, (rows.packed, rows.scores, rows.payload), strict=True):
+        connection.execute(f"INSERT INTO {table} VALUES (?, ?)", (number, data))
+    return number
+
+
+def remove_blocks(connection: sqlite3.Connection, ids: Sequence[int], *, parts: bool = True) -> None:
+    """Delete blocks by id; without `parts` only the small rows, by which they are found."""
+    numbers = [(number,) for number in ids]
+    for table in ("blocks", *_PARTS) if parts else ("blocks",):
+        connection.executemany(f"DELETE FROM {table} WHERE id = ?", numbers)
+
+
+def head_of(row: tuple[bytes, bytes, int], key: bytes) -> BlockHead:
+    """The head of a row of (head, scores, hits); raises StoreDamaged where it is not that of this block."""
+    packed, scores, hits = row
+    head = read_head(packed)
+    if head.key != key:
+        raise StoreDamaged(f"the head of block {head.key[:6].hex()} lies where that of {key[:6].hex()} should")
+    return head.rescored(unseal(key, scores), hits)
+
+
+def seal(key: bytes, data: bytes) -> bytes:
+    """Data with a checksum that its key goes into as well."""
+    return xxh3()(key + data).to_bytes(_SUM_BYTES, "little") + data
+
+
+def unseal(key: bytes, sealed: bytes) -> bytes:
+    """The data; raises StoreDamaged where it was changed, cut off, or sealed for another key."""
+    data = sealed[_SUM_BYTES:]
+    if len(sealed) < _SUM_BYTES or xxh3()(key + data).to_bytes(_SUM_BYTES, "little") != sealed[:_SUM_BYTES]:
+        raise StoreDamaged(f"{len(sealed)} bytes stored for {key[:6].hex()} do not match their checksum")
+    return data
+
+
+def counter(connection: sqlite3.Connection, name: str) -> int:
+    """A counter's value."""
+    value: int = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0]
+    return value
+
+
+def bump(connection: sqlite3.Connection, name: str) -> int:
+    """Add one to a counter; returns its value."""
+    rows: Iterable[tuple[int]] = connection.execute(
+        "UPDATE counters SET value = value + 1 WHERE name = ? RETURNING value", (name,)
+    ).fetchall()
+    return next(iter(rows))[0]
