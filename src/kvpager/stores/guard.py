@@ -59,7 +59,7 @@ class Guard:
 
     @property
     def state(self) -> str:
-        """ "ok", "off" for good, or the kind of failure for which it is out of use."""
+        """Whether it is "ok", "off" for good, or the kind of failure for which it is out of use."""
         if self.off:
             return "off"
         return self.reading.reason or self.writing.reason or "ok"
@@ -129,11 +129,16 @@ class Guard:
                 self._count("closing", self._kind(error), str(error), False)
 
     def _open(self) -> None:
-        try:
-            tier = self._opener()
-        except (StoreError, OSError) as error:
-            self._failed("opening", self.writing, error, at_once=True)
-            return
+        for again in (True, False):
+            try:
+                tier = self._opener()
+            except (StoreError, OSError) as error:
+                renewed = again and isinstance(error, StoreError) and error.kind in RENEWED
+                self._failed("opening", self.writing, error, at_once=not renewed)
+                if not renewed:
+                    return
+            else:
+                break
         self._name = tier.name
         self.tier = tier
         if self.writing.succeeded():
