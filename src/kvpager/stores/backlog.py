@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -136,15 +136,22 @@ class Backlog:
         put = self._blocks.get(key)
         return None if put is None else self._renewed(put.block.head)
 
+    def heads(
+        self, keys: Sequence[bytes], read: Callable[[Sequence[bytes]], list[BlockHead | None]], wait_s: float
+    ) -> list[BlockHead | None]:
+        """Heads that `read` reads from the tier, as they will be when all that waits is written.
+
+        Nothing else is begun to be written meanwhile, and news of these blocks that are just being written are waited
+        for, at most for `wait_s`: what is read would else have them already, or not yet.
+        """
+        with self.changed:
+            if not self._telling.keys().isdisjoint(keys):
+                self.changed.wait_for(lambda: self._telling.keys().isdisjoint(keys), wait_s)
+            return [None if head is None else self._sees(head) for head in read(keys)]
+
     def hides(self, key: bytes) -> bool:
         """Whether the tier's own block of this key is to be forgotten."""
         return key in self._gone
-
-    def sees(self, head: BlockHead | None) -> BlockHead | None:
-        """The tier's head of a block as it will be when all that waits is written."""
-        if head is None or head.key in self._gone or head.tenant in self._erased:
-            return None
-        return self._renewed(head)
 
     def record(self, key: bytes) -> tuple[bool, bytes | None]:
         """Whether it is known here how a record will be, and how: None for one that is to be forgotten."""
@@ -160,6 +167,7 @@ class Backlog:
         put = Put(block, size)
         with self.changed:
             self._blocks[block.head.key] = put
+            self._forget_news([block.head.key])  # of one that was not there
             self._writes.append(put)
             self.bytes += size
             self.changed.notify_all()
@@ -191,9 +199,8 @@ class Backlog:
         work = Drop(list(keys))
         with self.changed:
             self._call_off(set(keys))
-            for key in keys:
-                self._gone[key] = work
-                self._news.pop(key, None)
+            self._forget_news(keys)
+            self._gone.update(dict.fromkeys(keys, work))
             self._forgets.append(work)
             self.changed.notify_all()
 
@@ -272,10 +279,8 @@ class Backlog:
                 else:
                     self.bytes -= len(work.record)
             elif isinstance(work, News):
-                self._telling.clear()
-                later = list(self._news.values())
-                self._news = {new.key: new for new in work.scores}
-                for new in later:
+                later, self._news, self._telling = self._news, self._telling, {}
+                for new in later.values():
                     _merge(self._news, new)
             elif work is not None:
                 self._forgets.appendleft(work)
@@ -311,6 +316,16 @@ class Backlog:
 
     def _has_news(self) -> bool:
         return bool(self._news) or self._tick > self._told_tick
+
+    def _forget_news(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._news.pop(key, None)
+            self._telling.pop(key, None)
+
+    def _sees(self, head: BlockHead) -> BlockHead | None:
+        """The tier's head of a block as it will be."""
+        gone = head.key in self._gone or head.tenant in self._erased
+        return None if gone else self._renewed(head)
 
     def _renewed(self, head: BlockHead) -> BlockHead:
         """With the scores that are to be written."""

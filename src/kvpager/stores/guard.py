@@ -59,7 +59,7 @@ class Guard:
 
     @property
     def state(self) -> str:
-        """ "ok", "off" for good, or the kind of failure for which it is out of use."""
+        """Whether it is "ok", "off" for good, or the kind of failure for which it is out of use."""
         if self.off:
             return "off"
         return self.reading.reason or self.writing.reason or "ok"
@@ -129,11 +129,16 @@ class Guard:
                 self._count("closing", self._kind(error), str(error), False)
 
     def _open(self) -> None:
-        try:
-            tier = self._opener()
-        except (StoreError, OSError) as error:
-            self._failed("opening", self.writing, error, at_once=True)
-            return
+        for again in (True, False):
+            try:
+                tier = self._opener()
+            except (StoreError, OSError) as error:
+                renewed = again and isinstance(error, StoreError) and error.kind in RENEWED
+                self._failed("opening", self.writing, error, at_once=not renewed)
+                if not renewed:
+                    return
+            else:
+                break
         self._name = tier.name
         self.tier = tier
         if self.writing.succeeded():
@@ -174,11 +179,10 @@ class Guard:
     def _count(self, side: str, kind: str, text: str, opened: bool) -> None:
         with self._lock:
             self.errors[kind] += 1
-        if self._first(side, kind):
-            then = "; it is off for good" if self.off else "; it is out of use for a while" if opened else ""
+        first, out_of_use = self._first(side, kind), opened and self._first(side, "out of use")
+        then = "; it is off for good" if self.off else "; it is out of use for a while" if opened else ""
+        if first or out_of_use:
             _log.warning("store %s: %s: %s: %s%s", self._name, side, kind, text, then)
-        elif opened and self._first(side, "out of use"):
-            _log.warning("store %s: %s: %s again and again; it is out of use for a while", self._name, side, kind)
 
     def _first(self, side: str, kind: str) -> bool:
         """Whether this is to be told: once, until all is well again."""

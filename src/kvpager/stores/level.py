@@ -74,8 +74,10 @@ class Level:
         """Heads of blocks."""
         waiting = [self._backlog.head(key) for key in keys]
         rest = [key for key, head in zip(keys, waiting, strict=True) if head is None]
-        stored = iter(self._checked(rest, lambda tier, keys: tier.heads(keys)))
-        return [head if head is not None else self._backlog.sees(next(stored)) for head in waiting]
+        if not rest:
+            return waiting
+        stored = iter(self._backlog.heads(rest, self._stored_heads, self._limits.slow_s))
+        return [head if head is not None else next(stored) for head in waiting]
 
     def get(self, keys: Sequence[bytes]) -> list[Bytes | None]:
         """Pages of blocks."""
@@ -176,6 +178,9 @@ class Level:
         """Whether nothing is taken: writing has failed, and not because another process writes."""
         writing = self.guard.writing
         return self.guard.off or (writing.reason not in (None, "locked") and writing.wait_s > 0)
+
+    def _stored_heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:
+        return self._checked(keys, lambda tier, keys: tier.heads(keys))
 
     def _checked(
         self, keys: Sequence[bytes], read: Callable[[Tier, Sequence[bytes]], list[T | None]]
