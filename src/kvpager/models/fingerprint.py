@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpager.errors import ModelNotFound
 from kvpager.kernels.cores import default_threads
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "fingerprint_files", "settings_of"]
 
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 PIECE_BYTES = 8 * 2**20  # hashed at a time; part of what is hashed, so that threads don't change it
 # Of a model's configuration, what tells who wrote it: the same weights elsewhere are the same model. Number formats are
 # those of the tensors.
@@ -34,7 +38,7 @@ def fingerprint(model: PreTrainedModel, threads: int | None = None) -> str:
     """
     whole = hashlib.sha256()
     _add(whole, f"{type(model).__module__}.{type(model).__qualname__}".encode())
-    _add(whole, _settings(model))
+    _add(whole, json.dumps(settings_of(model.config.to_dict()), sort_keys=True, default=str).encode())
     with ThreadPoolExecutor(threads or default_threads(), "kvpager-fingerprint") as pool:
         tensors = list(_tensors(model))
         digests = pool.map(_digest, (piece for _, tensor in tensors for piece in _pieces(tensor)))
@@ -45,18 +49,36 @@ def fingerprint(model: PreTrainedModel, threads: int | None = None) -> str:
     return whole.hexdigest()
 
 
+def fingerprint_files(path: Path, threads: int | None = None) -> str:
+    """As `fingerprint`, of weights as they lie on disk: of a folder's files of weights by name and bytes, or of one file.
+
+    Without the configuration (see `settings_of`), and without the rest of the folder. Raises ModelNotFound where there
+    are no weights, and OSError.
+    """
+    files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.suffix in WEIGHTS)
+    if not files:
+        raise ModelNotFound(f"{path} has no weights: nothing ends in {', '.join(WEIGHTS)}")
+    whole = hashlib.sha256()
+    with ThreadPoolExecutor(threads or default_threads(), "kvpager-fingerprint") as pool:
+        for file in files:
+            size = file.stat().st_size
+            _add(whole, b"" if path.is_file() else file.name.encode())
+            _add(whole, str(size).encode())
+            with file.open("rb") as opened:
+                starts = range(0, size, PIECE_BYTES)
+                for digest in pool.map(_digest_at, [opened.fileno()] * len(starts), starts):
+                    _add(whole, digest)
+    return whole.hexdigest()
+
+
+def settings_of(config: Mapping[str, object]) -> dict[str, object]:
+    """Of a model's configuration, what its keys and values depend on."""
+    return {name: value for name, value in config.items() if name not in ORIGIN and not name.startswith("_")}
+
+
 def _add(whole: hashlib._Hash, field: bytes) -> None:
     """Length-prefixed, so that no two runs of fields are the same bytes."""
     whole.update(len(field).to_bytes(8, "little") + field)
-
-
-def _settings(model: PreTrainedModel) -> bytes:
-    settings = {
-        name: value
-        for name, value in model.config.to_dict().items()
-        if name not in ORIGIN and not name.startswith("_")  # _name_or_path and its kind
-    }
-    return json.dumps(settings, sort_keys=True, default=str).encode()
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,3 +96,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _digest(piece: torch.Tensor) -> bytes:
     return hashlib.sha256(piece.cpu().numpy().data).digest()
+
+
+def _digest_at(descriptor: int, start: int) -> bytes:
+    return hashlib.sha256(os.pread(descriptor, PIECE_BYTES, start)).digest()
