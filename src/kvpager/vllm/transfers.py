@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from kvpager.stored import BlockHead, BlockStore, StoredBlock
+from kvpager.stored import BlockHead, BlockStore, Scores, StoredBlock
 from kvpager.vllm.counts import Counts
 from kvpager.vllm.pages import Pages
 from kvpager.vllm.plan import Load, Plan, Save
@@ -171,7 +171,9 @@ class Transfers:
             if self._called_off(load.request):
                 return start
             part = slice(start, start + _AT_ONCE)
-            filled = self._fill_some([keys[self._rank] for keys in load.keys[part]], load.blocks[part])
+            keys = [ranks[self._rank] for ranks in load.keys[part]]
+            filled = self._fill_some(keys, load.blocks[part])
+            self._store.update([Scores(key, b"", 1) for key in keys[:filled]], self._store.tick)
             self.counts.add("loaded_blocks", filled)
             self.counts.add("loaded_bytes", filled * self._pages.nbytes)
             if filled < len(load.blocks[part]):
@@ -180,7 +182,7 @@ class Transfers:
 
     def _fill_some(self, keys: Sequence[bytes], blocks: Collection[int]) -> int:
         pages = self._pages
-        heads = self._store.heads(keys)  # which also notes that they are of use
+        heads = self._store.heads(keys)
         payloads = self._store.get(keys)
         for done, (key, block, head, payload) in enumerate(zip(keys, blocks, heads, payloads, strict=True)):
             if head is None or payload is None:
