@@ -120,10 +120,10 @@ class Changes:
             return  # the transaction says so
         if self.quota.over:
             self._trim()
+        needed = self._reserve.nbytes
         if not self._reserve.take():
             raise StoreFull(
-                f"store {self._places.path}: the disk is full; it is written to again when {self._reserve.nbytes} bytes "
-                "are free"
+                f"store {self._places.path}: the disk is full; it is written to again when {needed} bytes are free"
             )
 
     def _trim(self) -> None:
