@@ -158,6 +158,7 @@ class Engine:
         """Run one step: what it adds to each answer, in order. Empty when idle, or when the step gave no tokens."""
         if self._closed:
             raise EngineStopped("the engine was closed")
+        self._whole = False
         now = self._clock()
         for request in [
             one for one in self._answers.requests.values() if one.deadline is not None and one.deadline <= now
