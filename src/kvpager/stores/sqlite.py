@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -39,12 +40,23 @@ from kvpager.stores.rows import (
 from kvpager.stores.tier import TierSizes
 from kvpager.stores.verify import Progress, Report, verify
 
-__all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous"]
+__all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous", "TenantSizes"]
 
 Synchronous = Literal["normal", "full"]
 SYNCHRONOUS: tuple[str, ...] = get_args(Synchronous)
 LEAST_LIMIT_BYTES = 4 * 2**20
 LEAST_LOG_BYTES, MOST_LOG_BYTES = 2**20, 16 * 2**20
+
+
+@dataclass(frozen=True)
+class TenantSizes:
+    """What one tenant has: blocks, records, bytes of their rows, and bytes of the blocks' pages among them."""
+
+    tenant: bytes
+    blocks: int
+    records: int
+    bytes: int
+    payload_bytes: int
 
 
 class SqliteStore:
@@ -178,6 +190,14 @@ class SqliteStore:
         return TierSizes(
             blocks, records, payload_bytes, self._places.nbytes, self._quota.limit_bytes, self._changes.dropped
         )
+
+    def tenants(self) -> list[TenantSizes]:
+        """What each tenant has, who has most first. Raises StoreError."""
+        with self._database.reading() as connection:
+            rows = connection.execute(
+                "SELECT tenant, blocks, records, bytes, payload_bytes FROM tenants ORDER BY bytes DESC, tenant"
+            ).fetchall()
+        return [TenantSizes(*row) for row in rows]
 
     # -- writing
 
