@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from kvpager.errors import StoreDamaged, StoreError, StoreForeign, StoreLocked, StoreNewer, StoreUnavailable
 from kvpager.stores.claims import MENDING, Claims
@@ -114,10 +112,15 @@ class Database:
                 return False
             return not busy
 
-    def vacuum(self, nbytes: int) -> None:
-        """Take up to so many bytes of free pages out of the file; they leave it with the next checkpoint."""
+    def vacuum(self, nbytes: int) -> bool:
+        """Take up to so many bytes of free pages out of the file, which they leave with the next checkpoint.
+
+        False where there were none. Raises StoreError.
+        """
         with self.writing() as connection:
-            connection.execute(f"PRAGMA incremental_vacuum({nbytes // PAGE_BYTES + 1})").fetchall()
+            free: int = connection.execute("PRAGMA freelist_count").fetchone()[0]
+            connection.execute(f"PRAGMA incremental_vacuum({nbytes // PAGE_BYTES})").fetchall()
+        return free > 0
 
     def open(self) -> None:
         """Open it if it isn't; raises StoreError."""
@@ -191,7 +194,7 @@ class Database:
 
     def _newer(self, version: int) -> StoreNewer:
         return StoreNewer(
-            f"store {self.places.path} has version {version}, and this kvpager reads up to {VERSION}; it is left as it is"
+            f"store {self.places.path} has version {version}, and this kvpager reads up to {VERSION}; it is left as is"
         )
 
     def _connect(self, cache: int) -> sqlite3.Connection:

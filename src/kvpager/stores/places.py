@@ -75,9 +75,9 @@ class Places:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def make_file(self) -> bool:
-        """Make the file where it is missing, and see to its mode, 0600; False where it can only be read. Raises OSError.
+        """Make the file where it is missing, and see to its mode, 0600; False where it can only be read.
 
-        SQLite gives the files that it makes beside it the same mode.
+        Raises OSError. SQLite gives the files that it makes beside it the same mode.
         """
         with contextlib.suppress(FileExistsError):
             if self.size < 0:
