@@ -19,7 +19,7 @@ from kvpager.stores.sqlite import SqliteStore
 from tests.stores.disk import LIMIT, RECORD, block, blocks, fill, flip, goes_on, opened, run, start, there
 from tests.stores.fake import NOBODY, SETTLED, Clock, key_of
 
-MINE = b"mine".ljust(16, b"\0")
+pytestmark = pytest.mark.promise(4)
 
 
 @pytest.fixture
