@@ -19,7 +19,7 @@ from kvpager.stores.sqlite import SqliteStore
 from tests.stores.disk import LIMIT, RECORD, block, blocks, fill, flip, goes_on, opened, run, start, there
 from tests.stores.fake import NOBODY, SETTLED, Clock, key_of
 
-MINE = b"mine".ljust(16, b"\0")
+pytestmark = pytest.mark.promise(4)
 
 
 @pytest.fixture
@@ -237,6 +237,27 @@ def test_a_file_that_is_deleted_under_us_is_begun_anew(
     again = opened(path)
     assert there(again, [20, 21, 1001]) == [20, 21, 1001]
     again.close()
+
+
+def test_a_store_stays_within_its_limit_over_restarts_and_after_it_was_deleted(path: Path) -> None:
+    limit, written = 5 * 10**6, 0
+    for _ in range(3):
+        store = opened(path, limit_bytes=limit)
+        for _ in range(8):
+            assert store.put(blocks(range(written, written + 40))) == 40
+            written += 40
+            assert store.flush(SETTLED)
+            on_disk = sum(file.stat().st_size for file in path.parent.iterdir())
+            assert on_disk <= limit + limit // 8  # a batch beside it
+            assert store.stats().bytes == on_disk
+            assert there(store, [written - 1]) == [written - 1]
+        assert store.stats().dropped > 200
+        assert 20 < store.stats().blocks < 80
+        store.close()
+    path.unlink()
+    store = opened(path, limit_bytes=limit)
+    goes_on(store)
+    store.close()
 
 
 # ---- what the disk and others do
