@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -490,3 +491,58 @@ def test_a_parked_request_is_saved_as_well() -> None:
         again = run(engine)
         assert list(again.outputs[0].token_ids) == said
         assert again["low"] == oracle(ids, 30)
+
+
+# -- beside others
+
+
+def test_a_session_that_has_its_beginning_does_not_wait_for_another_to_compute_it() -> None:
+    pager = replace(SMALL, budget=64)
+    talk = Talk(MemoryStore(), pager, restarts=True).turns(SAID[:1], greedy(150))
+    answers = Answers()
+    with rig.engine(pager=pager, store=talk.store.reopened(), max_num_batched_tokens=80) as engine:
+        engine.add("long", [*talk.ids, *prompt(100, seed=9)], greedy(5), priority=1)
+        answers.take(engine.step())
+        engine.add("talk", [*talk.ids, 5], greedy(5), session="talk")
+        answers.take(engine.step())
+        assert len(answers["talk"]) == 1
+        run(engine, answers)
+
+
+@pytest.mark.promise(1)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_conversations_with_random_ends_are_answered_as_by_the_model(seed: int) -> None:
+    """Three sessions on a small pool: requests are aborted, engines closed, blocks lost; each answer is the model's."""
+    draw = random.Random(seed)
+    store = MemoryStore()
+    texts: dict[str, list[int]] = {name: [] for name in "abc"}
+    asked: dict[str, list[int]] = {}
+    done = 0
+    for _ in range(8):
+        with rig.engine(pager=TIGHT, store=store, max_num_batched_tokens=80) as engine:
+            for turn in range(draw.randint(1, 4)):
+                names = draw.sample("abc", draw.randint(1, 3))
+                for name in names:
+                    if name not in asked or draw.random() < 0.2:  # what was cut short is mostly asked for again
+                        asked[name] = texts[name] + prompt(draw.randint(1, 70), seed=draw.randrange(1000))
+                    engine.add(f"{turn}{name}", asked[name], greedy(12), session=name)
+                answers = Answers()
+                for _ in range(draw.choice([3, 9, 1000])):
+                    answers.take(engine.step() if engine.has_work else [])
+                for name in draw.sample(names, draw.randint(0, len(names))):
+                    engine.abort(f"{turn}{name}")
+                closes = draw.random() < 0.3
+                if not closes:
+                    run(engine, answers)
+                for name in names:
+                    given = answers.tokens.get((f"{turn}{name}", 0), [])
+                    assert given == oracle(asked[name], 12)[: len(given)]
+                    if len(given) == 12:
+                        texts[name] = asked.pop(name) + given
+                        done += 1
+                if closes:
+                    break
+        for key in draw.sample(sorted(store.shelf.blocks), len(store.shelf.blocks) // 10):
+            store.damage(key)
+        store = store.reopened()
+    assert done > 5
