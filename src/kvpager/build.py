@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from kvpager import stores
 from kvpager.config import parse_size
 from kvpager.errors import ConfigError, SwapError
 from kvpager.kernels.choose import REBUILD, native_available, set_threads
 from kvpager.pools import PagerOptions, engine_pager_config, pager_config, require_frames
+from kvpager.stores.packages import xxh3, zstandard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,13 +28,9 @@ if TYPE_CHECKING:
     from kvpager.stored import BlockStore
 
 __all__ = [
-    "COMPRESSIONS",
-    "SYNCHRONOUS",
     "WEIGHTS",
-    "Compression",
     "PagerOptions",
     "StoreOptions",
-    "Synchronous",
     "WeightsName",
     "load_model",
     "make_cache",
@@ -47,10 +45,6 @@ __all__ = [
 
 WeightsName = Literal["auto", "int8", "unpacked"]
 WEIGHTS: tuple[str, ...] = get_args(WeightsName)
-Synchronous = Literal["normal", "full"]
-SYNCHRONOUS: tuple[str, ...] = get_args(Synchronous)
-Compression = Literal["none", "zstd"]
-COMPRESSIONS: tuple[str, ...] = get_args(Compression)
 
 
 @dataclass(frozen=True)
@@ -67,19 +61,23 @@ class StoreOptions:
     path: str
     limit: str = "10GiB"
     tenant_limit: str | None = None
-    synchronous: Synchronous = "normal"
-    compression: Compression = "none"
+    synchronous: stores.Synchronous = "normal"
+    compression: stores.Compression = "none"
 
     def __post_init__(self) -> None:
         if not self.path or "://" in self.path or Path(self.path).expanduser().is_dir():
             raise ConfigError(f"store: {self.path!r} is not the path of a file")
         limit = parse_size(self.limit, "store_limit")
+        if limit < stores.LEAST_LIMIT_BYTES:
+            raise ConfigError(
+                f"store_limit: {self.limit} is less than {stores.LEAST_LIMIT_BYTES // 2**20} MiB, the least"
+            )
         if self.tenant_limit is not None and parse_size(self.tenant_limit, "store_tenant_limit") > limit:
             raise ConfigError(f"store_tenant_limit: {self.tenant_limit} is more than store_limit, {self.limit}")
-        if self.synchronous not in SYNCHRONOUS:
-            raise ConfigError(f"store_sync: {self.synchronous!r} is not one of {', '.join(SYNCHRONOUS)}")
-        if self.compression not in COMPRESSIONS:
-            raise ConfigError(f"store_compression: {self.compression!r} is not one of {', '.join(COMPRESSIONS)}")
+        if self.synchronous not in stores.SYNCHRONOUS:
+            raise ConfigError(f"store_sync: {self.synchronous!r} is not one of {', '.join(stores.SYNCHRONOUS)}")
+        if self.compression not in stores.COMPRESSIONS:
+            raise ConfigError(f"store_compression: {self.compression!r} is not one of {', '.join(stores.COMPRESSIONS)}")
 
 
 def _make_folder(path: Path) -> None:
@@ -211,26 +209,23 @@ def require_server() -> None:
 
 def require_store(options: StoreOptions) -> None:
     """Raise MissingDependency, with the command that helps, unless such a store can be opened here."""
-    from kvpager.models.packages import require_packages
+    xxh3()
+    if options.compression == "zstd":
+        zstandard()
 
-    packages = ("xxhash", "zstandard") if options.compression == "zstd" else ("xxhash",)
-    require_packages(packages, what="the store needs", extra="store")
 
+def open_store(options: StoreOptions, itemsize: int = 2) -> BlockStore:
+    """The store that the options name; its pages are numbers of `itemsize` bytes, which compression goes by.
 
-def open_store(options: StoreOptions) -> BlockStore:
-    """The store that the options name. What the outside does is no error: the store says it in its `stats`.
-
-    Raises MissingDependency.
+    What the outside does is no error: the store says it in its `stats`. Raises MissingDependency.
     """
-    from kvpager import stores
-
-    require_store(options)
     return stores.open_store(
         Path(options.path).expanduser(),
         limit_bytes=parse_size(options.limit, "store_limit"),
         tenant_limit_bytes=None if options.tenant_limit is None else parse_size(options.tenant_limit),
         synchronous=options.synchronous,
         compression=options.compression,
+        itemsize=itemsize,
     )
 
 
@@ -271,7 +266,7 @@ def make_engine(
         if not loaded.identity:
             raise ConfigError("store: a model whose blocks are stored is loaded with identify=True")
         pager = replace(pager, namespace=loaded.identity)
-    opened = None if store is None else open_store(store)
+    opened = None if store is None else open_store(store, shape.itemsize)
     try:
         engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, store=opened, clock=clock)
     except BaseException:

@@ -23,7 +23,7 @@ from kvpager.stored import BlockHead, StoredBlock
 from kvpager.swap import open_swap
 
 if TYPE_CHECKING:
-    from kvpager.stores.sqlite import SqliteStore
+    from kvpager.stores import SqliteStore
 
 __all__ = ["READERS", "Fault", "Plan", "Result", "Write", "measure", "random_blocks", "steps"]
 
@@ -164,7 +164,7 @@ def steps(plan: Plan) -> int:
 
 def measure(plan: Plan, folder: Path, progress: Callable[[int], None] = lambda done: None) -> Result:
     """Measure everything in a new folder inside of `folder`, which is empty again afterwards. Raises StoreError."""
-    from kvpager.stores.sqlite import SqliteStore
+    from kvpager.stores import SqliteStore
 
     result = Result(len(plan.blocks), plan.payload_bytes, plan.page_bytes)
     done = 0
@@ -227,7 +227,7 @@ def _plain(plan: Plan, path: Path) -> float:
 
 def _write(plan: Plan, place: Path, synchronous: str, compression: str) -> Write:
     """A new store of all blocks; it stays."""
-    from kvpager.stores.sqlite import SqliteStore
+    from kvpager.stores import SqliteStore
 
     path = place / f"{synchronous}-{compression}.db"
     options: dict[str, Any] = {"synchronous": synchronous, "compression": compression}
@@ -290,7 +290,8 @@ def _page_reads(plan: Plan, place: Path, store: SqliteStore, batch: int, rng: np
     count = min(-(-batch // plan.heads), len(plan.blocks))
 
     def read(keys: list[bytes], wanted: list[int]) -> None:
-        _all([store.get_pages(key, wanted) for key in keys])
+        found = [store.get_pages(key, wanted) for key in keys]
+        assert None not in found, "the store has lost a block"
 
     for keys in _keys(plan, count, rng):
         layer = int(rng.integers(plan.pages // plan.heads)) * plan.heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +119,12 @@ def _model_blocks(model: str, count: int, path: Path) -> tuple[list[StoredBlock]
     from kvpager.engine.engine import EngineConfig
     from kvpager.engine.params import SamplingParams
     from kvpager.evaluation.text import bundled_ids
-    from kvpager.stored import StoredBlock
-    from kvpager.stores.sqlite import SqliteStore
+    from kvpager.stores import SqliteStore
+    from kvpager.stores.archive import import_blocks
+    from kvpager.stores.codec import decode
 
     loaded = build.load_model(model, identify=True, progress=say)
-    store, size = build.StoreOptions(str(path), limit="1TiB"), build.PagerOptions().page_size
+    store, size = build.StoreOptions(str(path), limit="1024GiB"), build.PagerOptions().page_size
     ids = bundled_ids(loaded.tokenizer)[: count * size]
     engine = build.make_engine(loaded, build.PagerOptions(swap="memory"), EngineConfig(max_num_seqs=1), store=store)
     with progress("Reading the book", len(ids)) as advance:
@@ -135,13 +137,10 @@ def _model_blocks(model: str, count: int, path: Path) -> tuple[list[StoredBlock]
             advance(min(start + window, len(ids)))
     heads = engine.pager.shape.kv_heads
     engine.close()
-    opened = SqliteStore(path, limit_bytes=2**40)
-    try:
-        keys = opened.keys()
-        found = zip(opened.heads(keys), opened.get(keys), strict=True)
-        blocks = [StoredBlock(head, pages) for head, pages in found if head is not None and pages is not None]
-    finally:
-        opened.close()
+    archive = path.with_suffix(".kvpa")
+    with closing(SqliteStore(path, limit_bytes=2**40)) as opened:
+        opened.export(archive)
+    blocks = [decode(entry.data, entry.key) for entry in import_blocks(archive) if entry.kind == "block"]
     return blocks, heads, f"{loaded.name} ({loaded.dtype})"
 
 

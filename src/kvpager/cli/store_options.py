@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from kvpager.build import COMPRESSIONS, SYNCHRONOUS, PagerOptions, StoreOptions, require_storable, require_store
+from kvpager.build import PagerOptions, StoreOptions, require_storable, require_store
 from kvpager.cli.options import size
+from kvpager.stores import COMPRESSIONS, SYNCHRONOUS
 
 __all__ = ["add_store_options", "store_options"]
 

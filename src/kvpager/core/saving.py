@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvpager.core.blocks import Name, packed
 from kvpager.core.keeping import Keeper, Wanted
 from kvpager.core.sequence import Sequence
-from kvpager.core.state import State
+from kvpager.core.state import State, approximate_settings
 from kvpager.core.transaction import frames_needed
 from kvpager.errors import KVPagerError, PageLost, SwapError
 from kvpager.ports import IntArray
@@ -79,6 +79,7 @@ def save(state: State, keeper: Keeper, sequence: Sequence) -> SavedSequence | No
         "length": sequence.length,
         "exact": _count(sequence, sequence.approximate_from, size),
         "chain": len(sequence.keys),
+        "approximate": approximate_settings(state.config),
         "approximate_from": sequence.approximate_from,
         "private_from": sequence.private_from,
     }
@@ -133,6 +134,9 @@ def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int
     size, root = state.config.page_size, state.blocks.root(salt)
     tokens = saved.tokens
     length = _usable(state, tokens, prompt)
+    start = saved.header["approximate_from"]
+    if start is not None and saved.header["approximate"] != approximate_settings(state.config):
+        length = min(length, _boundary(state, start))  # what another budget left out is not to be gone on from
     run = _run(saved, tokens, length // size, size)
     length = _cut(state, length, keeper.present(run))
     state.require_tokens(length)

@@ -158,6 +158,7 @@ class Engine:
         """Run one step: what it adds to each answer, in order. Empty when idle, or when the step gave no tokens."""
         if self._closed:
             raise EngineStopped("the engine was closed")
+        self._whole = False
         now = self._clock()
         for request in [
             one for one in self._answers.requests.values() if one.deadline is not None and one.deadline <= now
@@ -265,6 +266,11 @@ class Engine:
             sessions=self._sessions.stats(),
             store=None if self._store is None else self._store.stats(),
         )
+
+    @property
+    def store_state(self) -> str | None:
+        """The state of the store, as in StoreStats; None where there is none."""
+        return None if self._store is None else self._store.stats().state
 
     def check(self) -> None:
         """Assert that the books balance: the pager's, and that requests and sequences belong together."""

@@ -159,7 +159,8 @@ class Scheduler:
         for request in self._in_order():
             if left < 1:
                 break
-            if request.started is None:
+            begins = request.started is None
+            if begins:
                 # those that are parked were there before
                 full = full or any(one.priority <= request.priority for one in self.parked[:1])
                 full = full or not self._fits(request, self.running, self.parked)
@@ -167,11 +168,12 @@ class Scheduler:
                     continue
                 self._start(request, now)
             for choice in request.active:
-                if self._single(choice):
-                    continue
+                single = self._single(choice)
+                if single and not begins:
+                    continue  # it has had its turn
                 if choice.sequence is None:
                     self._open(choice)
-                stop = self._stop(choice, left)
+                stop = choice.length + 1 if single else self._stop(choice, left)
                 if stop > choice.length:
                     entries.append(self._entry(choice, stop))
                     left -= entries[-1].tokens

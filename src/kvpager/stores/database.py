@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from kvpager.errors import StoreDamaged, StoreError, StoreForeign, StoreLocked, StoreNewer, StoreUnavailable
 from kvpager.stores.claims import MENDING, Claims
@@ -17,6 +15,7 @@ from kvpager.stores.schema import APPLICATION_ID, PAGE_BYTES, VERSION, migrate
 
 __all__ = ["Database"]
 
+HEADER_BYTES = 100  # of every SQLite file
 LOOK_SECONDS = 1.0  # how often a reader makes sure that the file is still there
 WRITER_CACHE, READER_CACHE = 16 * 2**10, 2 * 2**10  # KiB
 
@@ -114,10 +113,15 @@ class Database:
                 return False
             return not busy
 
-    def vacuum(self, nbytes: int) -> None:
-        """Take up to so many bytes of free pages out of the file; they leave it with the next checkpoint."""
+    def vacuum(self, nbytes: int) -> bool:
+        """Take up to so many bytes of free pages out of the file, which they leave with the next checkpoint.
+
+        False where there were none. Raises StoreError.
+        """
         with self.writing() as connection:
-            connection.execute(f"PRAGMA incremental_vacuum({nbytes // PAGE_BYTES + 1})").fetchall()
+            free: int = connection.execute("PRAGMA freelist_count").fetchone()[0]
+            connection.execute(f"PRAGMA incremental_vacuum({nbytes // PAGE_BYTES})").fetchall()
+        return free > 0
 
     def open(self) -> None:
         """Open it if it isn't; raises StoreError."""
@@ -140,6 +144,9 @@ class Database:
         except sqlite3.Error as error:
             self._shut()
             raise self._after(error, generation, opening=True) from error
+        except StoreDamaged as error:
+            self._shut()
+            raise self._put_aside(error, self._generation) from None
         except OSError as error:
             self._shut()
             raise StoreUnavailable(*self.places.explain(error)) from error
@@ -184,6 +191,8 @@ class Database:
             raise StoreForeign(f"{path} is no store of kvpager's ({error}), and is left as it is") from error
         finally:
             connection.close()
+        if application != APPLICATION_ID and self.places.size < HEADER_BYTES and self._claims.marked:
+            raise StoreDamaged(f"store {path} is cut off in its header")
         if application != APPLICATION_ID:
             raise StoreForeign(f"{path} is another application's database (id {application}), and is left as it is")
         if version > VERSION:
@@ -191,7 +200,7 @@ class Database:
 
     def _newer(self, version: int) -> StoreNewer:
         return StoreNewer(
-            f"store {self.places.path} has version {version}, and this kvpager reads up to {VERSION}; it is left as it is"
+            f"store {self.places.path} has version {version}, and this kvpager reads up to {VERSION}; it is left as is"
         )
 
     def _connect(self, cache: int) -> sqlite3.Connection:
@@ -263,7 +272,7 @@ class Database:
 
     def _look_after(self) -> None:
         now = self._clock()
-        if self._inode is not None and now - self._looked >= LOOK_SECONDS:
+        if self._inode is not None and not 0 <= now - self._looked < LOOK_SECONDS:
             self._looked = now
             with self._pool_lock:
                 generation = self._generation

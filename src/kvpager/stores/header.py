@@ -16,6 +16,7 @@ alone, without checksums and pages: then it is a head, as `heads` hands out.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -113,11 +114,18 @@ class Header:
 
     def page(self, page: int, data: Data) -> Bytes:
         """The page that is stored as `data`, uint8 [page_bytes]; raises StoreDamaged where it is not that page."""
-        if len(data) != self.page_range(page)[1] or xxh3()(data) != self.sums[page]:
-            raise StoreDamaged(f"page {page} of block {self.name} does not match its checksum")
-        if self.sizes is None:
-            return np.frombuffer(data, np.uint8)
-        return expand(data, self.sizes[page : page + 1], self.head.page_bytes).reshape(-1)
+        return self.pages([page], [data]).reshape(-1)
+
+    def pages(self, pages: Sequence[int], slices: Sequence[Data]) -> Bytes:
+        """As `page` for several, uint8 [n, page_bytes]; one call for many costs less where they are compressed."""
+        sum_of = xxh3()
+        for page, data in zip(pages, slices, strict=True):
+            if len(data) != self.page_range(page)[1] or sum_of(data) != self.sums[page]:
+                raise StoreDamaged(f"page {page} of block {self.name} does not match its checksum")
+        stored = b"".join(slices)
+        if self.sizes is not None:
+            return expand(stored, self.sizes[list(pages)], self.head.page_bytes)
+        return np.frombuffer(stored, np.uint8).reshape(len(pages), self.head.page_bytes)
 
     def damaged(self, blob: Data) -> list[int]:
         """The pages of a whole blob that do not match their checksums; those that were cut off are among them."""

@@ -43,21 +43,23 @@ class Index:
     @property
     def stale(self) -> bool:
         """Whether it is time for `refresh`."""
-        return self._clock() - self._looked >= LOOK_SECONDS
+        return not 0 <= self._clock() - self._looked < LOOK_SECONDS
 
     def refresh(self, connection: sqlite3.Connection) -> None:
         """Take up what other processes have changed."""
         self._looked = self._clock()
-        if self._looked - self._loaded >= RELOAD_SECONDS and _drops(connection) != self._drops:
+        if not 0 <= self._looked - self._loaded < RELOAD_SECONDS and _drops(connection) != self._drops:
             self.load(connection)
             return
-        self.add(connection.execute("SELECT key, id FROM blocks WHERE id > ?", (self._last,)).fetchall())
+        rows = connection.execute("SELECT key, id FROM blocks WHERE id > ? ORDER BY id", (self._last,)).fetchall()
+        self.add(rows)
+        if rows:
+            self._last = rows[-1][1]
 
     def add(self, rows: Iterable[tuple[bytes, int]]) -> None:
-        """Blocks that were written."""
+        """Blocks that were written. Others may have written before this process did, and are still to be looked for."""
         for key, number in rows:
             self._ids[key] = number
-            self._last = max(self._last, number)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Blocks that turned out not to be there."""

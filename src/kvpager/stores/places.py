@@ -56,6 +56,15 @@ class Places:
         return sum(max(0, _size(path)) for path in [*paths, self.lock, self.reserve, *self._aside()])
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk that it lies on, or will lie on."""
+        for folder in self.path.parents:
+            with contextlib.suppress(OSError):
+                status = os.statvfs(folder)
+                return status.f_blocks * status.f_frsize
+        return 0
+
+    @property
     def writable(self) -> bool:
         """Whether the file (or where there is none, the folder) may be written."""
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
@@ -75,9 +84,9 @@ class Places:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def make_file(self) -> bool:
-        """Make the file where it is missing, and see to its mode, 0600; False where it can only be read. Raises OSError.
+        """Make the file where it is missing, and see to its mode, 0600; False where it can only be read.
 
-        SQLite gives the files that it makes beside it the same mode.
+        Raises OSError. SQLite gives the files that it makes beside it the same mode.
         """
         with contextlib.suppress(FileExistsError):
             if self.size < 0:

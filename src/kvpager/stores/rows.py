@@ -7,40 +7,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvpager.errors import StoreDamaged
-from kvpager.stored import BlockHead, StoredBlock
+from kvpager.stored import BlockHead, Scores, StoredBlock
+from kvpager.stores.change import Change
 from kvpager.stores.codec import encode, encode_head, read_head
 from kvpager.stores.header import Compression
 from kvpager.stores.packages import xxh3
 
 __all__ = [
     "BlockRows",
-    "Stamp",
     "block_rows",
     "bump",
     "counter",
     "head_of",
+    "id_of",
     "insert_block",
+    "insert_record",
     "remove_blocks",
+    "remove_record",
+    "rescore",
     "seal",
+    "touch",
     "unseal",
 ]
 
 _SUM_BYTES = 8
 _ROW_BYTES = 400  # of the small row, its entries in indices, and what SQLite keeps for each of the others
 _PARTS = ("heads", "scores", "payloads")
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """What a transaction notes with the rows that it uses: its number, the quota's age, seconds since 1970."""
-
-    use: int
-    age: int
-    seen: int
-
-    def worth(self, hits: int) -> int:
-        """What a block that is used now is worth, see quota."""
-        return self.age + 1 + hits.bit_length()
 
 
 @dataclass(frozen=True)
@@ -70,9 +62,9 @@ def block_rows(block: StoredBlock, compression: Compression, itemsize: int) -> B
     )
 
 
-def insert_block(connection: sqlite3.Connection, rows: BlockRows, stamp: Stamp) -> int:
+def insert_block(change: Change, rows: BlockRows) -> int:
     """Write a block that is not there; returns its id."""
-    head = rows.head
+    head, stamp, connection = rows.head, change.stamp, change.connection
     number = connection.execute(
         "INSERT INTO blocks (key, parent, tenant, depth, bytes, payload_bytes, hits, worth, used, seen)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -95,10 +87,54 @@ def insert_block(connection: sqlite3.Connection, rows: BlockRows, stamp: Stamp) 
     return number
 
 
-def remove_blocks(connection: sqlite3.Connection, ids: Sequence[int], *, parts: bool = True) -> None:
-    """Delete blocks by id; without `parts` only the small rows, by which they are found."""
+def insert_record(change: Change, key: bytes, tenant: bytes, sealed: bytes) -> None:
+    """Write a record that is not there, sealed for its key."""
+    stamp = change.stamp
+    change.connection.execute(
+        "INSERT INTO records (key, tenant, bytes, worth, used, seen, record) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (key, tenant, len(sealed) + _ROW_BYTES, stamp.worth(1), stamp.use, stamp.seen, sealed),
+    )
+
+
+def remove_record(change: Change, key: bytes) -> None:
+    """Delete a record, if it is there."""
+    change.connection.execute("DELETE FROM records WHERE key = ?", (key,))
+
+
+def touch(change: Change, keys: Iterable[bytes]) -> None:
+    """Note that blocks are used now; those that are not there are left out."""
+    stamp = change.stamp
+    change.connection.executemany(
+        "UPDATE blocks SET used = ?, seen = ?, worth = max(worth, ?) WHERE key = ?",
+        [(stamp.use, stamp.seen, stamp.worth(0), key) for key in keys],
+    )
+
+
+def rescore(change: Change, news: Scores) -> None:
+    """Set a block's scores and add its hits, if it is there."""
+    connection, stamp = change.connection, change.stamp
+    row = connection.execute("SELECT id, hits FROM blocks WHERE key = ?", (news.key,)).fetchone()
+    if row is None:
+        return
+    number, hits = row[0], row[1] + news.hits
+    connection.execute("UPDATE scores SET scores = ? WHERE id = ?", (seal(news.key, news.scores), number))
+    if news.hits:
+        connection.execute(
+            "UPDATE blocks SET hits = ?, worth = ?, used = ?, seen = ? WHERE id = ?",
+            (hits, stamp.worth(hits), stamp.use, stamp.seen, number),
+        )
+
+
+def id_of(connection: sqlite3.Connection, key: bytes) -> int | None:
+    """The id of a block's rows; None where it is not there."""
+    row = connection.execute("SELECT id FROM blocks WHERE key = ?", (key,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def remove_blocks(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
+    """Delete blocks by id, with heads, scores and pages."""
     numbers = [(number,) for number in ids]
-    for table in ("blocks", *_PARTS) if parts else ("blocks",):
+    for table in ("blocks", *_PARTS):
         connection.executemany(f"DELETE FROM {table} WHERE id = ?", numbers)
 
 

@@ -5,43 +5,57 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvpager.errors import ConfigError, StoreDamaged, StoreError, StoreFull, StoreUnavailable
+from kvpager.errors import ConfigError, InputError, StoreError, StoreFull, StoreUnavailable
 from kvpager.ports import Bytes
 from kvpager.stored import BlockHead, Scores, StoredBlock
+from kvpager.stores.change import Change
+from kvpager.stores.changes import Changes
 from kvpager.stores.claims import Claims
-from kvpager.stores.codec import decode
 from kvpager.stores.database import Database
-from kvpager.stores.faults import is_damage
-from kvpager.stores.header import COMPRESSIONS, PREFIX_BYTES, Compression, Header, header_bytes
+from kvpager.stores.header import COMPRESSIONS, Compression
 from kvpager.stores.index import Index
+from kvpager.stores.lookup import Lookup
+from kvpager.stores.moving import Moved, export_to, import_from
 from kvpager.stores.places import Places
-from kvpager.stores.quota import NOBODY, Gone, Quota
+from kvpager.stores.quota import Quota, Shares
+from kvpager.stores.removing import drop_blocks, erase, prune_older, prune_to, purge
 from kvpager.stores.reserve import Reserve
 from kvpager.stores.rows import (
     BlockRows,
-    Stamp,
     block_rows,
-    bump,
     counter,
-    head_of,
+    id_of,
     insert_block,
-    remove_blocks,
+    insert_record,
+    remove_record,
+    rescore,
     seal,
-    unseal,
+    touch,
 )
 from kvpager.stores.tier import TierSizes
+from kvpager.stores.verify import Progress, Report, verify
 
-__all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous"]
+__all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous", "TenantSizes"]
 
 Synchronous = Literal["normal", "full"]
 SYNCHRONOUS: tuple[str, ...] = get_args(Synchronous)
 LEAST_LIMIT_BYTES = 4 * 2**20
-LEAST_LOG_BYTES, MOST_LOG_BYTES = 2**20, 16 * 2**20
-STEP = 64  # blocks that one transaction takes away, where there are many
+
+
+@dataclass(frozen=True)
+class TenantSizes:
+    """What one tenant has: blocks, records, bytes of their rows, and bytes of the blocks' pages among them."""
+
+    tenant: bytes
+    blocks: int
+    records: int
+    bytes: int
+    payload_bytes: int
 
 
 class SqliteStore:
@@ -50,9 +64,9 @@ class SqliteStore:
     limit_bytes         the most on disk: database, log, index of the log, reserve and what was put aside; one batch of
                         `put` may stand beside it for a moment
     tenant_limit_bytes  the most of the rows of one tenant; None for no limit
-    synchronous         "normal": what was written survives the end of the process, and a loss of power may take the last
-                        transactions, never the rest. "full": it survives that too, at the price of a wait for the disk
-                        with each transaction
+    synchronous         "normal": what was written survives the end of the process; a loss of power may take the last
+                        transactions, never the rest. "full": it survives that too, at the price of a wait for the
+                        disk with each transaction
     compression         of pages that are written; those that are there are read in whatever they are in
     itemsize            bytes of a number in the pages, by which compression goes
     busy_ms             how long one waits for another process before StoreLocked
@@ -88,17 +102,14 @@ class SqliteStore:
         if compression not in COMPRESSIONS:
             raise ConfigError(f"compression is {compression!r}, and one of {', '.join(COMPRESSIONS)} is allowed")
         self.path = Path(path)
-        self.damaged = 0
         self._compression, self._itemsize, self._wall = compression, itemsize, wall
         self._places = Places(path)
-        self._reserve = Reserve(self._places.reserve, limit_bytes)
-        log_bytes = max(LEAST_LOG_BYTES, min(MOST_LOG_BYTES, limit_bytes // 8))
-        self._log_bytes = log_bytes
-        self._quota = Quota(self._places, limit_bytes, tenant_limit_bytes, log_bytes, self._reserve.nbytes)
+        shares = Shares.of(limit_bytes, self._places.disk_bytes)
+        reserve = Reserve(self._places.reserve, shares.reserve)
+        self._quota = Quota(self._places, limit_bytes, tenant_limit_bytes, shares)
         self._index = Index(clock)
-        self._touched: dict[int, int] = {}  # id -> hits, of blocks that were found and whose use is to be noted
-        self._dropped = 0
         self._tick = 0
+        self._unfinished = False
         self._claims = Claims(self._places.lock)
         self._database = Database(
             self._places,
@@ -106,10 +117,12 @@ class SqliteStore:
             self._opened,
             synchronous=synchronous,
             busy_ms=busy_ms,
-            log_bytes=log_bytes,
+            log_bytes=shares.log,
             mend=mend,
             clock=clock,
         )
+        self._lookup = Lookup(self._database, self._index)
+        self._changes = Changes(self._database, self._places, self._quota, reserve, self._index, wall, shares.log)
 
     # -- reading
 
@@ -118,6 +131,11 @@ class SqliteStore:
         """The latest tick that was told by `update`, 0 for none. Raises StoreError where it can't be opened."""
         self._database.open()
         return self._tick
+
+    @property
+    def damaged(self) -> int:
+        """Blocks and records that did not match their checksums or keys, since this was made."""
+        return self._lookup.damaged
 
     @property
     def readonly(self) -> bool:
@@ -130,7 +148,7 @@ class SqliteStore:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these blocks are there, by the index in memory. Raises StoreError."""
-        self._look()
+        self._lookup.look()
         return [self._index.get(key) is not None for key in keys]
 
     def heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:
@@ -138,55 +156,47 @@ class SqliteStore:
 
         That they were found is noted with the next transaction.
         """
-        self._look()
-        with self._database.reading() as connection:
-            return [self._head(connection, key) for key in keys]
+        heads, touched = self._lookup.heads(keys)
+        self._changes.touched.update(touched)
+        return heads
 
     def get(self, keys: Sequence[bytes]) -> list[Bytes | None]:
         """Pages of blocks, uint8 [pages, page_bytes] each, all checked; None for one that is not there.
 
         Arrays are read-only views of what was read. Raises StoreError.
         """
-        self._look()
-        with self._database.reading() as connection:
-            return [self._pages(connection, key) for key in keys]
+        return self._lookup.pages(keys)
 
     def get_pages(self, key: bytes, pages: Sequence[int]) -> list[Bytes] | None:
         """Some pages of one block, uint8 [page_bytes] each, checked; nothing else of it is read but its header.
 
         None where it is not there, or one of them is damaged. Raises StoreError.
         """
-        self._look()
-        number = self._index.get(key)
-        if number is None:
-            return None
-        with self._database.reading() as connection:
-            try:
-                return _slices(connection, number, key, pages)
-            except (StoreDamaged, sqlite3.Error) as error:
-                if isinstance(error, sqlite3.OperationalError) and "no such rowid" in str(error):
-                    self._index.discard([key])
-                    return None
-                self._note_damage(error)
-                return None
+        return self._lookup.slices(key, pages)
 
     def load_record(self, key: bytes) -> bytes | None:
         """A record by its 32-byte key, checked; None where it is not there. Raises StoreError."""
         with self._database.reading() as connection:
-            try:
-                row = connection.execute("SELECT record FROM records WHERE key = ?", (key,)).fetchone()
-                return None if row is None else unseal(key, row[0])
-            except (StoreDamaged, sqlite3.DatabaseError) as error:
-                self._note_damage(error)
-                return None
+            return self._lookup.record(connection, key)
 
     def sizes(self) -> TierSizes:
         """What is held. Raises StoreError."""
         with self._database.reading() as connection:
             row = connection.execute(
-                "SELECT coalesce(sum(blocks), 0), coalesce(sum(records), 0), coalesce(sum(payload_bytes), 0) FROM tenants"
+                "SELECT total(blocks), total(records), total(payload_bytes) FROM tenants"
             ).fetchone()
-        return TierSizes(*row, self._places.nbytes, self._quota.limit_bytes, self._dropped)
+        blocks, records, payload_bytes = map(int, row)
+        return TierSizes(
+            blocks, records, payload_bytes, self._places.nbytes, self._quota.limit_bytes, self._changes.dropped
+        )
+
+    def tenants(self) -> list[TenantSizes]:
+        """What each tenant has, who has most first. Raises StoreError."""
+        with self._database.reading() as connection:
+            rows = connection.execute(
+                "SELECT tenant, blocks, records, bytes, payload_bytes FROM tenants ORDER BY bytes DESC, tenant"
+            ).fetchall()
+        return [TenantSizes(*row) for row in rows]
 
     # -- writing
 
@@ -197,28 +207,22 @@ class SqliteStore:
         InputError for a block that is not as its head says.
         """
         made = [block_rows(block, self._compression, self._itemsize) for block in blocks]
-        self._trim()
-        self._take_reserve()
-        with self._changing() as (connection, stamp, gone):
-            added = [row for rows in made if (row := self._put(connection, rows, stamp, gone))]
+        self._database.open()
+        if self._unfinished:  # a process ended while it was erasing
+            purge(self._changes)
+            self._unfinished = False
+        self._changes.prepare()
+        with self._changes.transaction() as change:
+            added = [row for rows in made if (row := self._put(change, rows))]
         self._index.add(added)
         return len(added)
 
     def update(self, news: Sequence[Scores], tick: int) -> None:
         """Set scores, add hits, and note the tick; blocks that are not there are left out. Raises StoreError."""
-        with self._changing() as (connection, stamp, _):
-            connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'tick'", (tick,))
+        with self._changes.transaction() as change:
+            change.connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'tick'", (tick,))
             for one in news:
-                row = connection.execute("SELECT id, hits FROM blocks WHERE key = ?", (one.key,)).fetchone()
-                if row is None:
-                    continue
-                number, hits = row[0], row[1] + one.hits
-                connection.execute("UPDATE scores SET scores = ? WHERE id = ?", (seal(one.key, one.scores), number))
-                if one.hits:
-                    connection.execute(
-                        "UPDATE blocks SET hits = ?, worth = ?, used = ?, seen = ? WHERE id = ?",
-                        (hits, stamp.worth(hits), stamp.use, stamp.seen, number),
-                    )
+                rescore(change, one)
         self._tick = max(self._tick, tick)
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -226,42 +230,74 @@ class SqliteStore:
 
         Where the pages of one can't be deleted, because the database is malformed there, it is no longer found.
         """
-        for parts in (True, False):
-            try:
-                with self._changing(touches=parts) as (connection, _, gone):
-                    ids = [_id_of(connection, key) for key in keys]
-                    try:
-                        remove_blocks(connection, [number for number in ids if number is not None], parts=parts)
-                    except sqlite3.DatabaseError as error:
-                        if not parts or not is_damage(error):
-                            raise
-                        raise StoreDamaged(str(error)) from error
-                    gone.keys += keys
-                return
-            except StoreDamaged:
-                if not parts:
-                    raise
+        drop_blocks(self._changes, keys)
 
     def save_record(self, key: bytes, tenant: bytes, record: bytes) -> None:
-        """Store a record in the place of an older one. Raises StoreError; StoreFull where nothing may make way for it."""
+        """Store a record in the place of an older one. Raises StoreError: StoreFull where nothing may make way."""
         sealed = seal(key, record)
-        self._trim()
-        self._take_reserve()
-        with self._changing() as (connection, stamp, gone):
-            connection.execute("DELETE FROM records WHERE key = ?", (key,))
-            if not self._quota.fit(connection, stamp, tenant, len(sealed), gone):
+        self._changes.prepare()
+        with self._changes.transaction() as change:
+            remove_record(change, key)
+            if not self._quota.fit(change, tenant, len(sealed)):
                 raise StoreFull(f"store {self.path}: no room for a record of {len(record)} bytes, whatever makes way")
-            connection.execute(
-                "INSERT INTO records (key, tenant, bytes, worth, used, seen, record) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (key, tenant, len(sealed), stamp.worth(1), stamp.use, stamp.seen, sealed),
-            )
+            insert_record(change, key, tenant, sealed)
 
     def drop_record(self, key: bytes) -> None:
         """Forget a record, if it is there. Raises StoreError."""
-        with self._changing() as (connection, _, _):
-            connection.execute("DELETE FROM records WHERE key = ?", (key,))
+        self._changes.remove(lambda change: remove_record(change, key))
+
+    def erase(self, tenant: bytes) -> int:
+        """Forget all blocks and records of a tenant; returns how many there were. Raises StoreError.
+
+        When it returns their bytes were overwritten and are in the file no more. Where it raises, either all are still
+        there or none is found; what is left of their bytes then is overwritten by the next call that erases.
+        """
+        return erase(self._changes, tenant)
 
     # -- the rest
+
+    def prune(
+        self, *, to_bytes: int | None = None, older_seconds: float | None = None, tenant: bytes | None = None
+    ) -> int:
+        """Forget some, and give the room back to the disk; returns how many blocks and records. Raises StoreError.
+
+        older_seconds  what was last used longer ago, by the wall clock
+        tenant         only of that tenant; without an age, all of it (see `erase`)
+        to_bytes       what is worth least, until all is within so many bytes on disk; of everybody
+        """
+        if to_bytes is not None and tenant is not None:
+            raise InputError("prune: to_bytes is of the whole store, and can't be asked for with a tenant")
+        count = 0
+        if older_seconds is not None:
+            count += prune_older(self._changes, int(self._wall() - older_seconds), tenant)
+        elif tenant is not None:
+            count += self.erase(tenant)
+        if to_bytes is not None:
+            count += prune_to(self._changes, to_bytes)
+        return count
+
+    def verify(self, progress: Progress = lambda done, total: None) -> Report:
+        """Check every page, block and record, and the database's structure; changes nothing. Raises StoreError."""
+        return verify(self._database, progress)
+
+    def export(
+        self, path: str | Path, tenant: bytes | None = None, progress: Progress = lambda done, total: None
+    ) -> Moved:
+        """Write blocks and records (of a tenant) to an archive, for `import_` elsewhere. Raises StoreError."""
+        self._lookup.look()
+        return export_to(
+            Path(path),
+            self._database,
+            self._lookup,
+            tenant=tenant,
+            compression=self._compression,
+            itemsize=self._itemsize,
+            progress=progress,
+        )
+
+    def import_(self, path: str | Path, progress: Progress = lambda done, total: None) -> Moved:
+        """Store what an archive holds; what is there already stays as it is. Raises StoreError."""
+        return import_from(Path(path), self, progress)
 
     def claim(self, key: bytes) -> bool:
         """Become the one that may write this record, until `release`, `close` or the process's end; never waits.
@@ -283,8 +319,8 @@ class SqliteStore:
 
     def close(self) -> None:
         """Note what was found, close all files and end all claims; idempotent. Nothing is raised."""
-        if self._touched:
-            with contextlib.suppress(StoreError), self._changing():
+        if self._changes.touched:
+            with contextlib.suppress(StoreError), self._changes.transaction():
                 pass
         self._database.close()
         self._claims.close()
@@ -292,139 +328,16 @@ class SqliteStore:
     # -- inside
 
     def _opened(self, connection: sqlite3.Connection) -> None:
-        self._quota.forget()
-        self._touched.clear()
+        self._changes.forget()
+        self._unfinished = connection.execute("SELECT 1 FROM doomed").fetchone() is not None
         self._index.load(connection)
         self._tick = counter(connection, "tick")
 
-    def _look(self) -> None:
-        self._database.open()
-        if self._index.stale:
-            with self._database.reading() as connection:
-                self._index.refresh(connection)
-
-    def _head(self, connection: sqlite3.Connection, key: bytes) -> BlockHead | None:
-        number = self._index.get(key)
-        if number is None:
-            return None
-        row = connection.execute(
-            "SELECT head, scores, hits FROM blocks JOIN heads USING (id) JOIN scores USING (id) WHERE id = ?", (number,)
-        ).fetchone()
-        if row is None:
-            self._index.discard([key])
-            return None
-        try:
-            head = head_of(row, key)
-        except StoreDamaged as error:
-            self._note_damage(error)
-            return None
-        self._touched[number] = head.hits
-        return head
-
-    def _pages(self, connection: sqlite3.Connection, key: bytes) -> Bytes | None:
-        number = self._index.get(key)
-        if number is None:
-            return None
-        try:
-            row = connection.execute("SELECT payload FROM payloads WHERE id = ?", (number,)).fetchone()
-            if row is not None:
-                return decode(row[0], key).payload
-        except (StoreDamaged, sqlite3.DatabaseError) as error:
-            self._note_damage(error)
-            return None
-        self._index.discard([key])
-        return None
-
-    def _note_damage(self, error: Exception) -> None:
-        """Count one block or record that is damaged; any other error is raised again."""
-        if isinstance(error, sqlite3.Error) and not is_damage(error):
-            raise error
-        self.damaged += 1
-
-    @contextlib.contextmanager
-    def _changing(self, touches: bool = True) -> Iterator[tuple[sqlite3.Connection, Stamp, Gone]]:
-        """A transaction: what was found since the last one is noted first; what is gone leaves the index afterwards."""
-        gone, drops, touched = Gone(), None, dict(self._touched)
-        try:
-            with self._database.writing() as connection:
-                stamp = Stamp(bump(connection, "use"), counter(connection, "age"), int(self._wall()))
-                if touches:
-                    connection.executemany(
-                        "UPDATE blocks SET worth = max(worth, ?), used = ?, seen = ? WHERE id = ?",
-                        [(stamp.worth(hits), stamp.use, stamp.seen, number) for number, hits in touched.items()],
-                    )
-                yield connection, stamp, gone
-                drops = bump(connection, "drops") if gone.keys else None
-        except StoreFull:
-            self._quota.forget()
-            self._reserve.give_up()
-            self._database.checkpoint()
-            raise
-        except BaseException:
-            self._quota.forget()
-            raise
-        for number in touched:
-            self._touched.pop(number, None)
-        self._dropped += gone.count
-        if drops is not None:
-            self._index.took_away(gone.keys, drops)
-
-    def _put(
-        self, connection: sqlite3.Connection, rows: BlockRows, stamp: Stamp, gone: Gone
-    ) -> tuple[bytes, int] | None:
+    def _put(self, change: Change, rows: BlockRows) -> tuple[bytes, int] | None:
         head = rows.head
-        for key in (head.key, head.parent):  # used now: neither makes way for this or what follows
-            connection.execute(
-                "UPDATE blocks SET used = ?, seen = ?, worth = max(worth, ?) WHERE key = ?",
-                (stamp.use, stamp.seen, stamp.worth(0), key),
-            )
-        if _id_of(connection, head.key) is not None:
+        touch(change, (head.key, head.parent))  # neither makes way for this one or for what follows
+        if id_of(change.connection, head.key) is not None:
             return None
-        if not self._quota.fit(connection, stamp, head.tenant, rows.nbytes, gone):
+        if not self._quota.fit(change, head.tenant, rows.nbytes):
             return None
-        return head.key, insert_block(connection, rows, stamp)
-
-    def _take_reserve(self) -> None:
-        self._database.open()
-        if not self._database.readonly and not self._reserve.take():
-            raise StoreFull(
-                f"store {self.path}: the disk is full; nothing is written until {self._reserve.nbytes} bytes are free"
-            )
-
-    def _trim(self) -> None:
-        """Bring what is on disk within the limit: after a start with a lower one, or where the log has grown."""
-        self._database.open()
-        if self._database.readonly or not self._quota.over:
-            return
-        self._database.checkpoint()
-        if self._quota.over:
-            self._places.forget_aside()
-        before = self._places.nbytes + 1
-        while self._quota.over and self._places.nbytes < before:
-            before = self._places.nbytes
-            with self._changing() as (connection, stamp, gone):
-                self._quota.shrink(connection, stamp, STEP, gone)
-            self._database.vacuum(before - self._quota.limit_bytes)
-            self._database.checkpoint()
-
-
-def _id_of(connection: sqlite3.Connection, key: bytes) -> int | None:
-    row = connection.execute("SELECT id FROM blocks WHERE key = ?", (key,)).fetchone()
-    return None if row is None else int(row[0])
-
-
-def _slices(connection: sqlite3.Connection, number: int, key: bytes, pages: Sequence[int]) -> list[Bytes]:
-    with connection.blobopen("payloads", "payload", number, readonly=True) as blob:
-        size = header_bytes(blob.read(PREFIX_BYTES))
-        if size > len(blob):
-            raise StoreDamaged(f"block {key[:6].hex()} is cut off in its header")
-        blob.seek(0)
-        header = Header.parse(blob.read(size))
-        if header.head.key != key:
-            raise StoreDamaged(f"block {header.name} lies where block {key[:6].hex()} should")
-        found = []
-        for page in pages:
-            begin, length = header.page_range(page)
-            blob.seek(begin)
-            found.append(header.page(page, blob.read(length)))
-        return found
+        return head.key, insert_block(change, rows)
