@@ -50,7 +50,7 @@ def fingerprint(model: PreTrainedModel, threads: int | None = None) -> str:
 
 
 def fingerprint_files(path: Path, threads: int | None = None) -> str:
-    """As `fingerprint`, of weights as they lie on disk: of a folder's files of weights by name and bytes, or of one file.
+    """As `fingerprint`, of weights as they lie on disk: a folder's files of weights by name and bytes, or one file.
 
     Without the configuration (see `settings_of`), and without the rest of the folder. Raises ModelNotFound where there
     are no weights, and OSError.

@@ -2,8 +2,8 @@
 
 vLLM asks a connector in two places. In the scheduler it says which requests get blocks, and `books.Books` answers how
 many tokens the store has beyond those that vLLM has itself, and writes down for each step what the worker is to load
-and to save (`plan.Plan`). In the worker, where the blocks lie, `transfers.Transfers` carries that out. Both open the same
-store: the scheduler only asks for keys.
+and to save (`plan.Plan`). In the worker, where the blocks lie, `transfers.Transfers` carries that out. Both open the
+same store: the scheduler only asks for keys.
 
 Keys are kvpager's chain keys over the tokens of vLLM's blocks, in a namespace of their own (`keys.Identity`): vLLM and
 kvpager never find each other's blocks in a store that they share. One block of vLLM is one stored block; its pages are

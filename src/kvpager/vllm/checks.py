@@ -29,8 +29,8 @@ def require_config(config: Any) -> None:
     transfer, cache, parallel = config.kv_transfer_config, config.cache_config, config.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
-            f"kv_load_failure_policy: it is {transfer.kv_load_failure_policy!r}, and must be 'recompute': what can't be "
-            "loaded is computed, and no request fails for it"
+            f"kv_load_failure_policy: it is {transfer.kv_load_failure_policy!r}, and must be 'recompute': what can't "
+            "be loaded is computed, and no request fails for it"
         )
     if transfer.kv_role != "kv_both":
         raise ConfigError(f"kv_role: {transfer.kv_role!r} is not 'kv_both'")
@@ -55,4 +55,6 @@ def require_cache(groups: Any) -> None:
     """Raises ConfigError for a cache (the groups of its KVCacheConfig) whose layers are not all of one plain kind."""
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if kinds != ["FullAttentionSpec"]:
-        raise ConfigError(f"the model's layers keep {', '.join(kinds) or 'nothing'}; FullAttentionSpec alone can be stored")
+        raise ConfigError(
+            f"the model's layers keep {', '.join(kinds) or 'nothing'}; FullAttentionSpec alone can be stored"
+        )

@@ -72,4 +72,6 @@ def _path(name: str, revision: str | None, download_dir: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
     except Exception as error:  # of many kinds; each means that it is not there
-        raise ModelNotFound(f"{name}: its weights are not found on this machine, and so can't be told: {error}") from error
+        raise ModelNotFound(
+            f"{name}: its weights are not found on this machine, and so can't be told: {error}"
+        ) from error

@@ -62,8 +62,7 @@ class Chain:
             parents = self.parents(depth)
             self._keys.append(
                 tuple(
-                    maker.key(parent, packed_tokens, False)
-                    for maker, parent in zip(self.makers, parents, strict=True)
+                    maker.key(parent, packed_tokens, False) for maker, parent in zip(self.makers, parents, strict=True)
                 )
             )
         return self._keys[:count]

@@ -20,7 +20,7 @@ class Stats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget all."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add what another interval, or another worker, has counted."""

@@ -8,7 +8,16 @@ from pathlib import Path
 
 from kvpager.config import parse_size
 from kvpager.errors import ConfigError
-from kvpager.stores import COMPRESSIONS, LEAST_LIMIT_BYTES, SYNCHRONOUS, Chain, Compression, Limits, Synchronous, open_store
+from kvpager.stores import (
+    COMPRESSIONS,
+    LEAST_LIMIT_BYTES,
+    SYNCHRONOUS,
+    Chain,
+    Compression,
+    Limits,
+    Synchronous,
+    open_store,
+)
 
 __all__ = ["Settings"]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.small_llm import save_folder
 from tests.vllm.live.engines import Engine, engine, settings
 

@@ -109,7 +109,9 @@ class Driver:
     def narrow(self, blocks: int) -> None:
         """From now on no more than so many blocks may wait to be written, each for as long as a test likes."""
         transfers = self._transfers()
-        transfers._store._levels[0]._limits = type(transfers._store._limits)(waiting_bytes=blocks * transfers._pages.nbytes)
+        transfers._store._levels[0]._limits = type(transfers._store._limits)(
+            waiting_bytes=blocks * transfers._pages.nbytes
+        )
 
     def fill_disk(self, more: int) -> None:
         """No file of this process grows beyond the store's size and `more` bytes, as on a full disk."""

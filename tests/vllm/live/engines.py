@@ -27,12 +27,12 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         return lambda **arguments: self.ask(name, **arguments)
 
-    def ask(self, name: str, **arguments: Any) -> Any:
+    def ask(self, name: str, /, **arguments: Any) -> Any:
         """Call and wait for the answer."""
         self.send(name, **arguments)
         return self.receive()
 
-    def send(self, name: str, **arguments: Any) -> None:
+    def send(self, name: str, /, **arguments: Any) -> None:
         """Call without waiting."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-
 from tests.vllm.live.conftest import prompt
 from tests.vllm.live.engines import BLOCK, Engine, engine, settings
 

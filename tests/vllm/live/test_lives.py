@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from kvpager.stores import SqliteStore
 from tests.vllm.live.conftest import prompt
 from tests.vllm.live.engines import BLOCK, Engine, engine, settings
+
+from kvpager.stores import SqliteStore
 
 pytestmark = pytest.mark.slow
 LENGTH, TOKENS = 700, 24
@@ -72,7 +72,8 @@ def test_killed_while_saving_leaves_a_whole_store(model: Path, alone: Engine, st
             running.kill()
             report = tier.verify()
             tier.close()
-            assert report.ok, report
+            assert report.blocks >= before + 10
+            assert not report.damaged
     with engine(tmp_path, settings(model, store)) as last:
         answers = last.generate(prompts=prompts, tokens=TOKENS)
         counts = last.metrics()
@@ -96,7 +97,10 @@ def test_two_engines_on_one_store_find_what_the_other_has_stored(
         there = two.generate(prompts=mine, tokens=TOKENS)
         assert [here[0]["cached"], there[0]["cached"]] == [WHOLE * BLOCK] * 2
         assert one.metrics()["vllm:kvpager_store_errors"] + two.metrics()["vllm:kvpager_store_errors"] == 0
-    expected = {name: alone.generate(prompts=ask, tokens=TOKENS)[0]["tokens"] for name, ask in zip("myb", (mine, yours, both), strict=True)}
+    expected = {
+        name: alone.generate(prompts=ask, tokens=TOKENS)[0]["tokens"]
+        for name, ask in zip("myb", (mine, yours, both), strict=True)
+    }
     assert [one["tokens"] for one in first] == [expected["m"], expected["b"]]
     assert [one["tokens"] for one in second] == [expected["y"], expected["b"]]
     assert [here[0]["tokens"], there[0]["tokens"]] == [expected["y"], expected["m"]]

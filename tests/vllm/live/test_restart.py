@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.vllm.live.conftest import prompt
 from tests.vllm.live.engines import BLOCK, Engine, engine, settings
 
