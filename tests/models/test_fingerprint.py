@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvpager.errors import ModelNotFound
 from kvpager.models import load
-from kvpager.models.fingerprint import PIECE_BYTES, fingerprint
+from kvpager.models.fingerprint import PIECE_BYTES, fingerprint, fingerprint_files
 from tests.small_llm import save_folder
 
 
@@ -94,3 +95,36 @@ def test_another_process_finds_the_same(folder: Path) -> None:
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stdout.strip() == of(folder)
+
+
+@pytest.mark.promise(5)
+def test_files_of_weights_are_told_by_name_and_bytes(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    first, second = folder / "a.safetensors", folder / "b.safetensors"
+    first.write_bytes(bytes(PIECE_BYTES + 3))
+    second.write_bytes(b"")
+    (folder / "README.md").write_text("one")
+    before = fingerprint_files(folder)
+    assert fingerprint_files(folder, threads=1) == before
+    (folder / "README.md").write_text("other")
+    assert fingerprint_files(Path(shutil.copytree(folder, tmp_path / "copy"))) == before
+    for change in (bytes(PIECE_BYTES + 4), bytes(PIECE_BYTES + 2) + b"\1", b"\1" + bytes(PIECE_BYTES + 2)):
+        first.write_bytes(change)
+        assert fingerprint_files(folder) != before
+    first.write_bytes(bytes(PIECE_BYTES + 3))
+    assert fingerprint_files(folder) == before
+    second.rename(folder / "c.safetensors")
+    assert fingerprint_files(folder) != before
+
+
+def test_one_file_of_weights_is_told_by_its_bytes_alone(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    one.write_bytes(b"weights")
+    other.write_bytes(b"weights")
+    assert fingerprint_files(one) == fingerprint_files(other)
+
+
+def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="has no weights"):
+        fingerprint_files(tmp_path)
