@@ -116,7 +116,7 @@ class FakeVLLM:
             if not request.num_computed_tokens:
                 tokens = self.books.matched(request, 0)
                 request.cached = tokens
-                if tokens and self._allocate(request, tokens):
+                if tokens and self._may_load(request) and self._allocate(request, tokens):
                     self.books.allocated(request, request.blocks, tokens)
                     request.loading, request.num_computed_tokens = True, tokens
                     continue
@@ -126,6 +126,12 @@ class FakeVLLM:
             self.waiting.remove(request)
             self.running.append(request)
             scheduled[request.request_id] = count
+
+    def _may_load(self, request: Request) -> bool:
+        """As in vLLM: those that wait and hold blocks must all be able to go on, since nobody preempts them."""
+        holders = [request, *(other for other in self.waiting if other.blocks)]
+        need = sum(-(-(len(one.tokens) + one.wanted) // SIZE) - len(one.blocks) for one in holders)
+        return need <= len(self.free)
 
     def _allocate(self, request: Request, tokens: int) -> bool:
         need = -(-tokens // SIZE) - len(request.blocks)

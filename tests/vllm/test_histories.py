@@ -10,10 +10,10 @@ from tests.vllm.fake import LAYERS, SIZE, TOKEN_BYTES, FakeVLLM, Request
 
 BLOCK_BYTES = LAYERS * SIZE * TOKEN_BYTES
 STEMS = [[0] * 22, [0] * 9 + [1] * 13]  # of few tokens, so that prompts share their beginnings
-PROMPTS = st.builds(lambda stem, length: stem[:length], st.sampled_from(STEMS), st.integers(1, 22))
+PROMPTS = st.builds(lambda stem, length: stem[:length], st.sampled_from(STEMS), st.integers(1, 22) | st.just(14))
 ARRIVALS = st.tuples(PROMPTS, st.integers(0, 9), st.sampled_from([None, None, "one"]))
-OTHERS = ["step", "step", "step", "abort", "restart", "damage", "break", "mend", "drop", "full", "space"]
-EVENTS = st.lists(st.one_of(ARRIVALS, st.sampled_from(OTHERS)), max_size=40)
+OTHERS = ["step", "step", "restart", "restart", "damage", "damage", "abort", "break", "mend", "drop", "full", "space"]
+EVENTS = st.lists(st.one_of(ARRIVALS, st.sampled_from(OTHERS)), min_size=8, max_size=40)
 
 
 @pytest.mark.promise(4)
