@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 BASE := $(VENV)/.stamp-base
+PEERS := $(or $(KVPAGER_PEERS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvpager/peers)
 DEMO := $(VENV)/.stamp-demo
 SERVE := $(VENV)/.stamp-serve
 DEV := $(VENV)/.stamp-dev
@@ -28,7 +29,7 @@ BUILD := scikit-build-core nanobind cmake ninja
 INSTALL := $(PIP) --quiet --no-build-isolation --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast sanitize install lint format clean
+.PHONY: help demo serve test test-fast test-vllm sanitize install lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +47,10 @@ test: $(DEV) ## all tests, and which promises they proved
 
 test-fast: $(DEV) ## the tests that take no more than seconds
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-vllm: $(DEV) ## tests of the connector for vLLM, in an environment of its own (2 GB)
+	PYTHON=$(abspath $(BIN))/python benchmarks/peers/setup.sh vllm
+	KVPAGER_VLLM=$(PEERS)/vllm/bin/python $(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 sanitize: $(DEV) ## tests of the kernels under the address and undefined-behaviour sanitisers
 	.ci/sanitize $(BIN)/python

