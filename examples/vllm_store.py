@@ -23,7 +23,7 @@ def main(model: str, store: str) -> None:
             "kv_connector_extra_config": {"store": store},
         },
     )
-    prompt = " ".join(f"Line {number} of a long document." for number in range(80))
+    prompt = " ".join(f"Line {number} of a long document." for number in range(60))
     began = time.perf_counter()
     (answer,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8))
     seconds = time.perf_counter() - began

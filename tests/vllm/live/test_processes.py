@@ -102,7 +102,7 @@ def test_the_example_finds_the_second_time_what_it_computed_the_first(model: Pat
     for _ in range(2):
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT_S)
         assert done.returncode == 0, done.stderr[-4000:]
-        match = re.search(r"^(\d+) of (\d+) tokens found.*^answer: (.*)$", done.stdout, re.M | re.S)
+        match = re.search(r"(\d+) of (\d+) tokens found.*\nanswer: (.*)", done.stdout)
         assert match, done.stdout
         told.append(match.groups())
     (none, length, first), (found, _, second) = told
