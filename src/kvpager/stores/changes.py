@@ -15,13 +15,10 @@ from kvpager.stores.quota import Quota
 from kvpager.stores.reserve import Reserve
 from kvpager.stores.rows import bump, counter
 
-__all__ = ["STEP", "Changes"]
+__all__ = ["Changes"]
 
-STEP = 64
-"""Blocks that one transaction takes away where there are many: their log takes a few MiB."""
-
-_VACUUM_BYTES = 16 * 2**20
-_TIGHT_BYTES = 2**21  # on a full disk
+STEP, TIGHT_STEP = 64, 8
+VACUUM_BYTES = 16 * 2**20
 
 T = TypeVar("T")
 
@@ -31,6 +28,7 @@ class Changes:
 
     touched  hits of blocks by id that were found, whose use the next transaction notes
     dropped  blocks and records that made way for others since this was made
+    log_bytes  how far the log grows
     """
 
     def __init__(
@@ -41,7 +39,9 @@ class Changes:
         reserve: Reserve,
         index: Index,
         wall: Callable[[], float],
+        log_bytes: int,
     ) -> None:
+        self.log_bytes = log_bytes
         self.quota = quota
         self.touched: dict[int, int] = {}
         self.dropped = 0
@@ -56,7 +56,7 @@ class Changes:
     def transaction(self, touches: bool = True) -> Iterator[Change]:
         """A transaction, undone where anything is raised; what is gone leaves the index when it is done.
 
-        After StoreFull the reserve is given up, so that a transaction that only deletes has room. Raises StoreError.
+        After StoreFull the log is moved to the database, with the help of the reserve. Raises StoreError.
         """
         drops, touched = None, dict(self.touched) if touches else {}
         try:
@@ -73,6 +73,7 @@ class Changes:
             self.quota.forget()
             self._reserve.give_up()
             self._database.checkpoint()
+            self._reserve.take()
             raise
         except BaseException:
             self.quota.forget()
@@ -92,18 +93,25 @@ class Changes:
             with self.transaction(touches) as running:
                 done = change(running)
         except StoreFull:
+            self._reserve.give_up()
             with self.transaction(touches=False) as running:
                 done = change(running)
         if not self._reserve.held:
-            self.give_back(_TIGHT_BYTES)
+            with contextlib.suppress(StoreFull):
+                self.give_back(self.log_bytes // 2)
             self._reserve.take()
         return done
+
+    @property
+    def step(self) -> int:
+        """How many blocks a transaction takes away where there are many; few on a full disk, where its log lies too."""
+        return STEP if self._reserve.held else TIGHT_STEP
 
     def checkpoint(self) -> None:
         """Cut off the log, as far as readers and the disk allow."""
         self._database.checkpoint()
 
-    def give_back(self, step: int = _VACUUM_BYTES) -> None:
+    def give_back(self, step: int = VACUUM_BYTES) -> None:
         """Give the database's free pages back to the disk. Raises StoreError."""
         self._database.checkpoint()
         while self._database.vacuum(step) and self._database.checkpoint():
@@ -134,5 +142,5 @@ class Changes:
         while self.quota.over and not done:
             with self.transaction() as change:
                 before = change.dropped
-                done = self.quota.shrink(change, STEP) or change.dropped == before
+                done = self.quota.shrink(change, self.step) or change.dropped == before
             self.give_back()

@@ -15,6 +15,7 @@ from kvpager.stores.schema import APPLICATION_ID, PAGE_BYTES, VERSION, migrate
 
 __all__ = ["Database"]
 
+HEADER_BYTES = 100  # of every SQLite file
 LOOK_SECONDS = 1.0  # how often a reader makes sure that the file is still there
 WRITER_CACHE, READER_CACHE = 16 * 2**10, 2 * 2**10  # KiB
 
@@ -143,6 +144,9 @@ class Database:
         except sqlite3.Error as error:
             self._shut()
             raise self._after(error, generation, opening=True) from error
+        except StoreDamaged as error:
+            self._shut()
+            raise self._put_aside(error, self._generation) from None
         except OSError as error:
             self._shut()
             raise StoreUnavailable(*self.places.explain(error)) from error
@@ -187,6 +191,8 @@ class Database:
             raise StoreForeign(f"{path} is no store of kvpager's ({error}), and is left as it is") from error
         finally:
             connection.close()
+        if application != APPLICATION_ID and self.places.size < HEADER_BYTES and self._claims.marked:
+            raise StoreDamaged(f"store {path} is cut off in its header")
         if application != APPLICATION_ID:
             raise StoreForeign(f"{path} is another application's database (id {application}), and is left as it is")
         if version > VERSION:
@@ -266,7 +272,7 @@ class Database:
 
     def _look_after(self) -> None:
         now = self._clock()
-        if self._inode is not None and now - self._looked >= LOOK_SECONDS:
+        if self._inode is not None and not 0 <= now - self._looked < LOOK_SECONDS:
             self._looked = now
             with self._pool_lock:
                 generation = self._generation

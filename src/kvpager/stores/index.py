@@ -43,12 +43,12 @@ class Index:
     @property
     def stale(self) -> bool:
         """Whether it is time for `refresh`."""
-        return self._clock() - self._looked >= LOOK_SECONDS
+        return not 0 <= self._clock() - self._looked < LOOK_SECONDS
 
     def refresh(self, connection: sqlite3.Connection) -> None:
         """Take up what other processes have changed."""
         self._looked = self._clock()
-        if self._looked - self._loaded >= RELOAD_SECONDS and _drops(connection) != self._drops:
+        if not 0 <= self._looked - self._loaded < RELOAD_SECONDS and _drops(connection) != self._drops:
             self.load(connection)
             return
         self.add(connection.execute("SELECT key, id FROM blocks WHERE id > ?", (self._last,)).fetchall())

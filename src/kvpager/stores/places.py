@@ -56,6 +56,15 @@ class Places:
         return sum(max(0, _size(path)) for path in [*paths, self.lock, self.reserve, *self._aside()])
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk that it lies on, or will lie on."""
+        for folder in self.path.parents:
+            with contextlib.suppress(OSError):
+                status = os.statvfs(folder)
+                return status.f_blocks * status.f_frsize
+        return 0
+
+    @property
     def writable(self) -> bool:
         """Whether the file (or where there is none, the folder) may be written."""
         if not os.access(self.path.parent, os.W_OK | os.X_OK):

@@ -20,11 +20,32 @@ from kvpager.stores.places import Places
 from kvpager.stores.rows import remove_blocks
 from kvpager.stores.schema import PAGE_BYTES
 
-__all__ = ["MARGIN_BYTES", "NOBODY", "Quota"]
+__all__ = ["MARGIN_BYTES", "NOBODY", "Quota", "Shares"]
 
 NOBODY = bytes(TENANT_BYTES)
 MARGIN_BYTES = 2**16 + 2 * PAGE_BYTES  # the index of the log, the claims, pages that a transaction adds to indices
+LEAST_LOG, MOST_LOG = 2**18, 2**23
 PLANNED = 64  # a plan is good for this part of the limit
+
+
+class Shares(NamedTuple):
+    """What of a store's limit is for the log and for the reserve (bytes); the rest is the database's.
+
+    The log grows to its share before it is moved to the database, and by one transaction beyond it (a batch of 8 MiB).
+    The reserve holds both, so that the move never wants for room; on a small disk less of both has to do.
+    """
+
+    log: int
+    reserve: int
+
+    @classmethod
+    def of(cls, limit_bytes: int, disk_bytes: int) -> Shares:
+        """For a store of that limit on a disk of that size."""
+        most = min(limit_bytes, disk_bytes)
+        return cls(
+            log=max(LEAST_LOG, min(MOST_LOG, most // 16)),
+            reserve=max(2 * LEAST_LOG, min(MOST_LOG + 12 * 2**20, most // 8)),
+        )
 
 
 class _Victim(NamedTuple):
@@ -45,11 +66,9 @@ class Quota:
     one transaction. Bytes of a tenant are those of its rows; what is nobody's in particular has no limit of its own.
     """
 
-    def __init__(
-        self, places: Places, limit_bytes: int, tenant_limit_bytes: int | None, log_bytes: int, reserve_bytes: int
-    ) -> None:
+    def __init__(self, places: Places, limit_bytes: int, tenant_limit_bytes: int | None, shares: Shares) -> None:
         self.limit_bytes = limit_bytes
-        self.budget = limit_bytes - log_bytes - reserve_bytes - MARGIN_BYTES
+        self.budget = limit_bytes - sum(shares) - MARGIN_BYTES
         self._places = places
         self._tenant_limit = tenant_limit_bytes
         self._plan: list[_Victim] = []

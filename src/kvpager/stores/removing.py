@@ -6,11 +6,13 @@ import sqlite3
 from collections.abc import Sequence
 
 from kvpager.stores.change import Change
-from kvpager.stores.changes import STEP, Changes
+from kvpager.stores.changes import Changes
 from kvpager.stores.faults import is_damage
 from kvpager.stores.rows import id_of, remove_blocks
 
 __all__ = ["drop_blocks", "erase", "prune_older", "prune_to", "purge"]
+
+DOOMED = "SELECT id, coalesce(length(payload), 0) FROM doomed LEFT JOIN payloads USING (id) LIMIT ?"
 
 
 def drop_blocks(changes: Changes, keys: Sequence[bytes]) -> None:
@@ -54,7 +56,12 @@ def purge(changes: Changes) -> None:
 
     def some(change: Change) -> int:
         connection = change.connection
-        ids: list[int] = [number for (number,) in connection.execute("SELECT id FROM doomed LIMIT ?", (STEP,))]
+        ids, size = [], 0
+        for number, length in connection.execute(DOOMED, (changes.step,)):
+            ids.append(number)
+            size += length
+            if size > changes.log_bytes // 2:  # what is overwritten goes through the log
+                break
         connection.execute("PRAGMA secure_delete = ON").fetchall()
         try:
             for number in ids:
@@ -82,7 +89,7 @@ def prune_older(changes: Changes, before: int, tenant: bytes | None = None) -> i
         rows = connection.execute(
             f"SELECT id, key FROM blocks WHERE seen < ?{whose}"
             " AND NOT EXISTS (SELECT 1 FROM blocks AS next WHERE next.parent = blocks.key) LIMIT ?",
-            (*values, STEP),
+            (*values, changes.step),
         ).fetchall()
         remove_blocks(connection, [number for number, _ in rows])
         change.gone += [key for _, key in rows]
@@ -99,7 +106,7 @@ def prune_to(changes: Changes, nbytes: int) -> int:
     """Forget what is worth least until all is within so many bytes on disk; returns how many. Raises StoreError."""
 
     def some(change: Change) -> tuple[bool, int]:
-        done = changes.quota.shrink(change, STEP, nbytes)
+        done = changes.quota.shrink(change, changes.step, nbytes)
         return done or not change.dropped, change.dropped
 
     total, done = 0, False

@@ -8,21 +8,19 @@ from pathlib import Path
 
 __all__ = ["Reserve"]
 
-MOST_BYTES = 4 * 2**20
-LEAST_BYTES = 2**18
-
 
 class Reserve:
     """A file of no content beside a database, whose space is really there (posix_fallocate).
 
     Deleting from a database writes too: first to its log, then to the database. On a full disk that fails, and the
     disk stays full. So the file is given up when the disk is full, and taken again, before the next block is written,
-    when there is room: until then nothing but deleting writes.
+    when there is room: until then nothing but deleting writes. It is large enough (see Shares) for the database to
+    take up all of the log, after which the log's own room is free as well.
     """
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
-        self.nbytes = max(LEAST_BYTES, min(MOST_BYTES, limit_bytes // 16))
+        self.nbytes = nbytes
 
     @property
     def held(self) -> bool:

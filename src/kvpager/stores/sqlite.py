@@ -22,7 +22,7 @@ from kvpager.stores.index import Index
 from kvpager.stores.lookup import Lookup
 from kvpager.stores.moving import Moved, export_to, import_from
 from kvpager.stores.places import Places
-from kvpager.stores.quota import Quota
+from kvpager.stores.quota import Quota, Shares
 from kvpager.stores.removing import drop_blocks, erase, prune_older, prune_to, purge
 from kvpager.stores.reserve import Reserve
 from kvpager.stores.rows import (
@@ -45,7 +45,6 @@ __all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous", "Te
 Synchronous = Literal["normal", "full"]
 SYNCHRONOUS: tuple[str, ...] = get_args(Synchronous)
 LEAST_LIMIT_BYTES = 4 * 2**20
-LEAST_LOG_BYTES, MOST_LOG_BYTES = 2**20, 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,9 @@ class SqliteStore:
         self.path = Path(path)
         self._compression, self._itemsize, self._wall = compression, itemsize, wall
         self._places = Places(path)
-        reserve = Reserve(self._places.reserve, limit_bytes)
-        log_bytes = max(LEAST_LOG_BYTES, min(MOST_LOG_BYTES, limit_bytes // 8))
-        self._quota = Quota(self._places, limit_bytes, tenant_limit_bytes, log_bytes, reserve.nbytes)
+        shares = Shares.of(limit_bytes, self._places.disk_bytes)
+        reserve = Reserve(self._places.reserve, shares.reserve)
+        self._quota = Quota(self._places, limit_bytes, tenant_limit_bytes, shares)
         self._index = Index(clock)
         self._tick = 0
         self._unfinished = False
@@ -118,12 +117,12 @@ class SqliteStore:
             self._opened,
             synchronous=synchronous,
             busy_ms=busy_ms,
-            log_bytes=log_bytes,
+            log_bytes=shares.log,
             mend=mend,
             clock=clock,
         )
         self._lookup = Lookup(self._database, self._index)
-        self._changes = Changes(self._database, self._places, self._quota, reserve, self._index, wall)
+        self._changes = Changes(self._database, self._places, self._quota, reserve, self._index, wall, shares.log)
 
     # -- reading
 
