@@ -92,7 +92,12 @@ def start(script: str, *arguments: str, before: Sequence[str] = ()) -> subproces
 
 def run(script: str, *arguments: str, before: Sequence[str] = ()) -> dict[str, Any]:
     """What a process says: one JSON object on its last line."""
-    out, errors = start(script, *arguments, before=before).communicate(timeout=60)
-    assert out, errors
+    return run_on(start(script, *arguments, before=before))
+
+
+def run_on(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The same of one that runs already."""
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
