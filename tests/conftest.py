@@ -22,7 +22,6 @@ PROMISES = {
     6: "Bad input gets a clear error, before anything is changed.",
     7: "Memory is told whole.",
 }
-LATER = {4, 5}  # promises of parts that are still to come: listed once a test proves them
 
 
 class PromiseReport:
@@ -81,7 +80,7 @@ class PromiseReport:
             return
         whole = config.args_source is not pytest.Config.ArgsSource.ARGS
         terminalreporter.section("promises" if whole else "promises, as far as the chosen tests go")
-        for number in sorted((set(PROMISES) - LATER) | known):
+        for number in PROMISES:
             text, colour = self.line(number)
             terminalreporter.write_line(text, **colour)
 

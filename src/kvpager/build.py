@@ -7,26 +7,17 @@ same things in the same way. Heavy packages (torch, transformers) are imported o
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvpager.config import (
-    DEFAULT_POOL_BYTES,
-    DigestKind,
-    DType,
-    KernelName,
-    KVShape,
-    Mode,
-    PagerConfig,
-    PolicyName,
-    parse_size,
-)
+from kvpager import stores
+from kvpager.config import parse_size
 from kvpager.errors import ConfigError, SwapError
 from kvpager.kernels.choose import REBUILD, native_available, set_threads
-from kvpager.models.cache import cache_directory
+from kvpager.pools import PagerOptions, engine_pager_config, pager_config, require_frames
+from kvpager.stores.packages import xxh3, zstandard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,155 +25,59 @@ if TYPE_CHECKING:
     from kvpager.engine.engine import Engine, EngineConfig
     from kvpager.hf import PagerCache
     from kvpager.models import LoadedModel
+    from kvpager.stored import BlockStore
 
 __all__ = [
     "WEIGHTS",
     "PagerOptions",
+    "StoreOptions",
     "WeightsName",
-    "engine_pager_config",
     "load_model",
     "make_cache",
     "make_engine",
-    "pager_config",
+    "open_store",
     "require_engine",
     "require_server",
+    "require_storable",
+    "require_store",
     "yield_while_waiting",
 ]
 
 WeightsName = Literal["auto", "int8", "unpacked"]
 WEIGHTS: tuple[str, ...] = get_args(WeightsName)
-PREFILL_CHUNK = 512  # tokens of a prompt that one forward reads, where there is room for them
-MEMORY_SHARE = 1.5  # of the full KV: more than all frames with their digests and tables can take
-FREE_SHARE = 0.4  # of the memory that is free once the model is there: an engine's pool by default
-HELD_SHARE = 4  # times the KV that `memory` would hold: what an engine's requests may hold together, in swap too
-MOST_POOL_BYTES = 4 * 2**30  # that an engine takes by default, however much is free
-
-_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
 @dataclass(frozen=True)
-class PagerOptions:
-    """What a user says about paging, before the request and the model are known.
+class StoreOptions:
+    """What a user says about keeping what was computed (see docs/stores.md). Raises ConfigError that names the field.
 
-    pool        text: frames ("512"), a size ("64MiB"), or a share of the request's full KV ("25%"); None: see
-                `pager_config`.
-    memory      text: a size that bounds frames, digests and tables together; excludes `pool`.
-    budget      past tokens a KV head attends to; None for all.
-    swap        "memory", a path (a new file, or a folder), or None for a file of its own under the cache directory.
-    kv_dtype    how pages are held; None for the model's own number format.
-    The others are as in :class:`~kvpager.config.PagerConfig`.
+    path          the database's file; it and its folder are made where they are missing
+    limit         text: the most bytes that it may take on disk
+    tenant_limit  text: the most of them that one tenant's blocks and sessions may take; None for no such bound
+    synchronous   "normal": what was stored survives the process's end at any moment; "full": and a loss of power
+    compression   of pages, lossless: "none", or "zstd"
     """
 
-    pool: str | None = None
-    memory: str | None = None
-    budget: int | None = None
-    mode: Mode = "recall"
-    policy: PolicyName = "attention"
-    digest: DigestKind = "2bit"
-    page_size: int = 16
-    tile: int = 64
-    swap: str | None = None
-    swap_limit: str = "64GiB"
-    kernel: KernelName = "auto"
-    kv_dtype: DType | None = None
-    seed: int = 0
+    path: str
+    limit: str = "10GiB"
+    tenant_limit: str | None = None
+    synchronous: stores.Synchronous = "normal"
+    compression: stores.Compression = "none"
 
-    def settings(self, tokens: int | None = None) -> PagerConfig:
-        """All but the pool's size, checked; raises ConfigError. `tokens` is the most that will be held."""
-        return PagerConfig(
-            max_tokens=tokens,
-            budget=self.budget,
-            mode=self.mode,
-            policy=self.policy,
-            digest=self.digest,
-            page_size=self.page_size,
-            tile=self.tile,
-            swap=_swap(self),
-            swap_limit=self.swap_limit,
-            seed=self.seed,
-            kernel=self.kernel,
-        )
-
-
-def full_frames(tokens: int, shape: KVShape, page_size: int) -> int:
-    """Frames that hold every page of `tokens` tokens of one sequence."""
-    return -(-tokens // page_size) * shape.layers * shape.kv_heads
-
-
-def pool_frames(pool: str, tokens: int, shape: KVShape, page_size: int) -> int:
-    """The frames that `pool` names: frames, a size, or a share of the full KV of `tokens` tokens.
-
-    Raises ConfigError that names the value and the three forms.
-    """
-    percent = _PERCENT.fullmatch(pool)
-    if percent is not None:
-        share = float(percent.group(1)) / 100
-        if not 0 < share <= 1:
-            raise ConfigError(f"pool: {pool!r} is not above 0% and at most 100%")
-        return max(1, int(full_frames(tokens, shape, page_size) * share))
-    if pool.strip().isdigit():
-        frames = int(pool)
-        if frames < 1:
-            raise ConfigError(f"pool: {pool!r} is not above zero")
-        return frames
-    try:
-        size = parse_size(pool, "pool")
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or frames as in 512, or a share of the full KV as in 25%") from None
-    frames = size // shape.page_bytes(page_size)
-    if frames < 1:
-        raise ConfigError(f"pool: {pool!r} holds no page; one is {shape.page_bytes(page_size)} bytes")
-    return frames
-
-
-def pager_config(options: PagerOptions, tokens: int, shape: KVShape) -> PagerConfig:
-    """The pager's configuration for a request of `tokens` tokens (prompt and answer together).
-
-    Without `pool` and `memory` the pool holds the request's full KV, up to 256 MiB (in mode "discard": the budget
-    and a prefill's chunk); `memory` above all that the request can use gives the same pool. Raises ConfigError when
-    a value is out of its range, when both `pool` and `memory` are given, or when the pool is less than the pager can
-    work with.
-    """
-    if options.pool is not None and options.memory is not None:
-        raise ConfigError("memory: give either --memory or --pool, not both")
-    config = options.settings(tokens)
-    page_bytes = shape.page_bytes(options.page_size)
-    least = least_frames(config, shape, tokens)
-    whole = max(full_frames(tokens, shape, options.page_size), least)
-    if options.pool is not None:
-        frames = pool_frames(options.pool, tokens, shape, options.page_size)
-        require_frames(f"pool: {options.pool}", frames, least, shape.page_bytes(options.page_size))
-        return replace(config, pool=frames)
-    if options.memory is not None and parse_size(options.memory, "memory") < MEMORY_SHARE * whole * page_bytes:
-        return replace(config, memory=options.memory)
-    if options.mode == "discard":  # never holds more than its budget, and one layer's new tokens on top
-        return replace(config, pool=least + -(-min(tokens, PREFILL_CHUNK) // options.page_size) * shape.kv_heads)
-    limit = whole if options.memory is not None else max(DEFAULT_POOL_BYTES // page_bytes, least)
-    return replace(config, pool=min(whole, limit))
-
-
-def least_frames(config: PagerConfig, shape: KVShape, tokens: int) -> int:
-    """The smallest pool, in frames, with which a pager of this configuration can serve one request of `tokens`."""
-    from kvpager.core.pager import Pager
-
-    with Pager(shape, replace(config, pool=1, memory=None, max_tokens=None, swap="memory")) as pager:
-        return pager.minimum_frames(tokens=tokens)
-
-
-def require_frames(what: str, frames: int, least: int, page_bytes: int) -> None:
-    """Raise ConfigError, with the number needed, when `frames` are fewer than `least`; `what` names the setting."""
-    if frames < least:
-        raise ConfigError(
-            f"{what} gives {frames} frame{'s' * (frames != 1)}, but this model and request need at least {least} "
-            f"({least * page_bytes / 2**20:.2f} MiB of frames)"
-        )
-
-
-def _swap(options: PagerOptions) -> str | Path:
-    if options.swap == "memory" or options.mode == "discard":
-        return "memory"
-    # In a folder every pager makes a file of its own, which is gone when the pager closes or the process ends.
-    return Path(options.swap) if options.swap is not None else cache_directory() / "swap"
+    def __post_init__(self) -> None:
+        if not self.path or "://" in self.path or Path(self.path).expanduser().is_dir():
+            raise ConfigError(f"store: {self.path!r} is not the path of a file")
+        limit = parse_size(self.limit, "store_limit")
+        if limit < stores.LEAST_LIMIT_BYTES:
+            raise ConfigError(
+                f"store_limit: {self.limit} is less than {stores.LEAST_LIMIT_BYTES // 2**20} MiB, the least"
+            )
+        if self.tenant_limit is not None and parse_size(self.tenant_limit, "store_tenant_limit") > limit:
+            raise ConfigError(f"store_tenant_limit: {self.tenant_limit} is more than store_limit, {self.limit}")
+        if self.synchronous not in stores.SYNCHRONOUS:
+            raise ConfigError(f"store_sync: {self.synchronous!r} is not one of {', '.join(stores.SYNCHRONOUS)}")
+        if self.compression not in stores.COMPRESSIONS:
+            raise ConfigError(f"store_compression: {self.compression!r} is not one of {', '.join(stores.COMPRESSIONS)}")
 
 
 def _make_folder(path: Path) -> None:
@@ -198,12 +93,14 @@ def load_model(
     dtype: str = "auto",
     weights: WeightsName = "auto",
     threads: int | None = None,
+    identify: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LoadedModel:
     """Load a model with kvpager's attention; `threads` sets PyTorch's and the kernels' for this process.
 
     `weights` says who computes the linear layers: "auto" packs bfloat16 weights for the compiled kernels where they
     are built, "int8" rounds them to 8 bits on the way, and "unpacked" leaves the model's own modules in charge.
+    `identify` fills in the model's `identity`, as a store needs it: all weights are read for that.
 
     Raises ModelNotFound, ModelCorrupt, ModelTooLarge, UnsupportedModel, MissingDependency, or ConfigError for int8
     without compiled kernels or of a model that is not bfloat16.
@@ -227,7 +124,22 @@ def load_model(
     loaded = load(name, dtype=dtype, attn_implementation="kvpager", progress=progress)
     if weights == "int8" and loaded.dtype != "bfloat16":
         raise ConfigError(f"weights: 'int8' are rounded from bfloat16, and {name} was loaded as {loaded.dtype}")
+    if identify:
+        loaded = replace(loaded, identity=_identity(loaded, weights, threads))
     return loaded if weights == "unpacked" or not native_available() else _packed(loaded, weights)
+
+
+def _identity(loaded: LoadedModel, weights: WeightsName, threads: int | None) -> str:
+    """All that the model's keys and values depend on: weights, and who computes with them. No name is in it."""
+    import torch
+    import transformers
+
+    from kvpager import __version__
+    from kvpager.models.fingerprint import fingerprint
+
+    computes = weights if native_available() else "unpacked"
+    versions = f"kvpager={__version__},torch={torch.__version__},transformers={transformers.__version__}"
+    return f"model={fingerprint(loaded.model, threads)},weights={computes},{versions}"
 
 
 def _packed(loaded: LoadedModel, weights: WeightsName) -> LoadedModel:
@@ -295,31 +207,32 @@ def require_server() -> None:
     require_packages(("fastapi", "uvicorn", "pydantic"), what="the server needs", extra="serve")
 
 
-def engine_pager_config(
-    options: PagerOptions, config: EngineConfig, shape: KVShape, max_model_len: int, free: int | None
-) -> PagerConfig:
-    """The pager's configuration for an engine that serves sequences of up to `max_model_len` tokens.
+def require_store(options: StoreOptions) -> None:
+    """Raise MissingDependency, with the command that helps, unless such a store can be opened here."""
+    xxh3()
+    if options.compression == "zstd":
+        zstandard()
 
-    Without `pool` and `memory` the pool holds the full KV of all sequences at their longest, but no more than 40 % of
-    `free` (bytes that the process may still take; None where that is not known) and 4 GiB, and no less than one
-    sequence needs. As a share in per cent, `pool` is of that full KV. Raises ConfigError as `pager_config` does.
+
+def open_store(options: StoreOptions, itemsize: int = 2) -> BlockStore:
+    """The store that the options name; its pages are numbers of `itemsize` bytes, which compression goes by.
+
+    What the outside does is no error: the store says it in its `stats`. Raises MissingDependency.
     """
-    if options.pool is not None and options.memory is not None:
-        raise ConfigError("memory: give either --memory or --pool, not both")
-    tokens = max_model_len * config.max_num_seqs
-    page_bytes = shape.page_bytes(options.page_size)
-    least = least_frames(options.settings(max_model_len), shape, max_model_len)
-    if options.memory is not None:
-        # digests and tables grow with the tokens held, in swap too: so many that they leave most of it to frames
-        held = HELD_SHARE * parse_size(options.memory, "memory") // shape.token_bytes
-        return replace(options.settings(min(tokens, max(held, max_model_len))), memory=options.memory)
-    settings = options.settings()
-    if options.pool is not None:
-        frames = pool_frames(options.pool, tokens, shape, options.page_size)
-        require_frames(f"pool: {options.pool}", frames, least, page_bytes)
-        return replace(settings, pool=frames)
-    most = MOST_POOL_BYTES if free is None else min(MOST_POOL_BYTES, int(free * FREE_SHARE))
-    return replace(settings, pool=max(least, min(full_frames(tokens, shape, options.page_size), most // page_bytes)))
+    return stores.open_store(
+        Path(options.path).expanduser(),
+        limit_bytes=parse_size(options.limit, "store_limit"),
+        tenant_limit_bytes=None if options.tenant_limit is None else parse_size(options.tenant_limit),
+        synchronous=options.synchronous,
+        compression=options.compression,
+        itemsize=itemsize,
+    )
+
+
+def require_storable(options: PagerOptions) -> None:
+    """Raise ConfigError for paging that leaves nothing to store."""
+    if options.mode == "discard":
+        raise ConfigError("store: blocks of mode 'discard' are never whole, so there is nothing to store")
 
 
 def make_engine(
@@ -327,11 +240,15 @@ def make_engine(
     options: PagerOptions,
     config: EngineConfig,
     *,
+    store: StoreOptions | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """An engine over a loaded model; the thread that calls this owns it, and closes it. It reads `clock`, in seconds.
 
-    Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged.
+    With a `store` what it computes outlives it; the model must have been loaded with `identify`. The engine closes it.
+
+    Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged, and
+    MissingDependency.
     """
     from kvpager.engine.engine import Engine
     from kvpager.hf import kv_shape
@@ -344,7 +261,18 @@ def make_engine(
     pager = engine_pager_config(options, config, shape, longest, free_memory())
     if options.swap is None and isinstance(pager.swap, Path):
         _make_folder(pager.swap)
-    engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, clock=clock)
+    if store is not None:
+        require_storable(options)
+        if not loaded.identity:
+            raise ConfigError("store: a model whose blocks are stored is loaded with identify=True")
+        pager = replace(pager, namespace=loaded.identity)
+    opened = None if store is None else open_store(store, shape.itemsize)
+    try:
+        engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, store=opened, clock=clock)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
     try:
         least = engine.pager.minimum_frames(tokens=longest)
         require_frames(f"memory: {options.memory}", engine.pager.frames, least, shape.page_bytes(pager.page_size))

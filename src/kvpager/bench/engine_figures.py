@@ -47,6 +47,7 @@ def figures(run: EngineRun) -> dict[str, Any]:
         "decode_by_batch": _by_batch(run.steps),
         "pool": _pool(run),
         "memory": run.stats.pager.as_dict(),
+        "store": None if run.stats.store is None else run.stats.store.as_dict(),
         "preemptions": run.stats.preemptions,
         "replays": run.stats.replays,
         "ids_digest": run.ids_digest,

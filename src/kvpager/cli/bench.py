@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from kvpager.cli import bench_engine, bench_serve, bench_step
+from kvpager.cli import bench_engine, bench_serve, bench_step, bench_store
 from kvpager.cli.bench_step import warn_of_others
 from kvpager.cli.console import aligned, emit, emit_json, progress, say
 from kvpager.cli.options import positive, size, whole
@@ -50,6 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench_step.add_parser(tasks)
     bench_engine.add_parser(tasks)
     bench_serve.add_parser(tasks)
+    bench_store.add_parser(tasks)
 
 
 def _add_kernel(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

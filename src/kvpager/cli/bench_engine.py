@@ -17,12 +17,13 @@ from kvpager.cli.options import (
     positive,
     workload,
 )
+from kvpager.cli.store_options import add_store_options, store_options
 from kvpager.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvpager.bench.engine import EngineRun
     from kvpager.bench.workload import Item, Prompts, Workload
-    from kvpager.build import PagerOptions
+    from kvpager.build import PagerOptions, StoreOptions
     from kvpager.engine.engine import EngineConfig
     from kvpager.models import LoadedModel
 
@@ -88,6 +89,7 @@ def add_parser(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     engine.add_argument("--json", action="store_true", help="print one JSON object with all figures")
     add_model_options(engine)
     add_pager_options(engine)
+    add_store_options(engine)
     engine.set_defaults(run=run)
 
 
@@ -104,11 +106,20 @@ def run(args: argparse.Namespace) -> int:
     target = None if args.plot is None else check_target(args.plot)
     work, options = workload(args), pager_options(args)
     options.settings()  # refused before a model is loaded
-    pools = _pools(args)
+    pools, store = _pools(args), store_options(args, options)
+    if store is not None and args.compare_pools is not None:
+        raise ConfigError("store: with --compare-pools the second pool would find what the first one has stored")
     described, others = machine.describe(), machine.Others()
-    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
+    loaded = build.load_model(
+        args.model,
+        dtype=args.dtype,
+        weights=args.weights,
+        threads=args.threads,
+        identify=store is not None,
+        progress=say,
+    )
     require_room(work.items(), min(args.max_model_len or 2**40, loaded.context_length or 2**40))
-    bench = Bench(args, loaded, work, options)
+    bench = Bench(args, loaded, work, options, store)
     bench.warm_up()
     runs: dict[str, EngineRun] = {}
     for pool in pools:
@@ -120,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": loaded.dtype,
         "workload": work.figures(),
         "settings": asdict(options),
+        "storing": None if store is None else asdict(store),
         "engine": asdict(bench.config),
         "machine": described,
         "others_share": others.share,
@@ -151,10 +163,17 @@ def _pools(args: argparse.Namespace) -> list[str | None]:
 class Bench:
     """A loaded model and a workload, to be run with several pools."""
 
-    def __init__(self, args: argparse.Namespace, loaded: LoadedModel, work: Workload, options: PagerOptions) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        loaded: LoadedModel,
+        work: Workload,
+        options: PagerOptions,
+        store: StoreOptions | None = None,
+    ) -> None:
         from kvpager.engine.engine import EngineConfig
 
-        self._args, self._loaded, self._work, self._options = args, loaded, work, options
+        self._args, self._loaded, self._work, self._options, self._store = args, loaded, work, options, store
         self.config: EngineConfig = EngineConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -182,26 +201,27 @@ class Bench:
         from kvpager.bench.workload import Item
 
         read, write = WARM_UP
-        self._drive([Item(0, "warm-up", 0, 0.0, read, write)], replace(self._options, pool=None, memory=None), "")
+        self._drive([Item(0, "warm-up", 0, 0.0, read, write)], replace(self._options, pool=None, memory=None), None, "")
 
     def measure(self, pool: str | None) -> EngineRun:
         """Run the workload with one pool, or with the one of the options for None."""
         options = self._options
         if pool is not None:
             options = replace(options, pool=self._unlimited() if pool == UNLIMITED else pool)
-        return self._drive(self._work.items(), options, "Requests" if pool is None else f"Pool {pool}")
+        title = "Requests" if pool is None else f"Pool {pool}"
+        return self._drive(self._work.items(), options, self._store, title)
 
     def _unlimited(self) -> str:
         """Frames, as text, of which there are always enough: for all that is held at once, and one group on top."""
-        from kvpager.build import full_frames
         from kvpager.hf import kv_shape
+        from kvpager.pools import full_frames
 
         shape = kv_shape(self._loaded.model.config, self._options.kv_dtype or self._loaded.dtype)
         size = self._options.page_size
         blocks = sum(-(-(item.prompt_tokens + item.output_tokens) // size) + 1 for item in self._work.items())
         return str(full_frames(blocks * size, shape, size) + 256)
 
-    def _drive(self, items: list[Item], options: PagerOptions, title: str) -> EngineRun:
+    def _drive(self, items: list[Item], options: PagerOptions, store: StoreOptions | None, title: str) -> EngineRun:
         from kvpager import build
         from kvpager.bench.engine import VirtualClock, drive
         from kvpager.engine.params import SamplingParams
@@ -215,7 +235,7 @@ class Bench:
             )
 
         clock = VirtualClock()
-        engine = build.make_engine(self._loaded, options, self.config, clock=clock)
+        engine = build.make_engine(self._loaded, options, self.config, store=store, clock=clock)
         try:
             with progress(title, len(items) if title else 0) as advance:
                 return drive(engine, self._loaded.model, items, self._prompts, params, clock, progress=advance)
@@ -292,8 +312,19 @@ def table(figures: dict[str, Any]) -> str:
         f"{memory['evictions']} pages evicted, {memory['recalls']} recalled, {figures['preemptions']} preemptions; "
         f"peak of the process {memory['peak_rss_bytes'] / mib:.0f} MiB"
     )
-    errors = [f"failed: {error}" for error in figures["errors"]]
-    return "\n\n".join([head, aligned(latencies), aligned(kinds), aligned(split), "\n".join([ending, *errors])])
+    below = [ending, *_stored(figures["store"]), *(f"failed: {error}" for error in figures["errors"])]
+    return "\n\n".join([head, aligned(latencies), aligned(kinds), aligned(split), "\n".join(below)])
+
+
+def _stored(store: dict[str, Any] | None) -> list[str]:
+    """What the store did, for people."""
+    if store is None:
+        return []
+    return [
+        f"store ({store['state']}): {store['stored']} blocks stored, {store['stored_bytes'] / 1e6:.1f} MB, "
+        f"{store['waiting']} wait, {store['skipped']} skipped; {store['hits']} found, "
+        f"{store['read_bytes'] / 1e6:.1f} MB of pages read; {store['bytes'] / 2**20:.1f} MiB on disk"
+    ]
 
 
 def pool_table(rows: list[dict[str, Any]]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpager.cli.console import emit, say
 from kvpager.cli.options import add_model_options, add_pager_options, add_sampling_options, pager_options, positive
+from kvpager.cli.store_options import add_store_options, store_options
 from kvpager.errors import KVPagerError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ API_KEY = "OPENAI_API_KEY"
 EPILOG = """\
 examples:
   kvpager chat --memory 64MiB
+  kvpager chat --store ~/kv/store.db
   kvpager chat --url http://127.0.0.1:8000 --system "Answer in one sentence."
   printf 'Hello.\\nAnd in French?\\n' | kvpager chat --max-tokens 40
 
@@ -66,6 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_model_options(parser)
     add_pager_options(parser)
+    add_store_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -90,7 +93,8 @@ def _partner(args: argparse.Namespace) -> AbstractContextManager[Partner]:
 
         model = None if args.model == DEFAULT_MODEL else args.model
         return chat_partners.Server(args.url, os.environ.get(args.api_key_env) or None, model, settings)
-    return chat_partners.Local(args, pager_options(args), settings)
+    paging = pager_options(args)
+    return chat_partners.Local(args, paging, store_options(args, paging), settings)
 
 
 def _lines() -> Iterable[str]:

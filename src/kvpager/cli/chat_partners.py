@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, Self
 
-from kvpager.build import PagerOptions
+from kvpager.build import PagerOptions, StoreOptions
 from kvpager.cli.console import say
 from kvpager.errors import InputError, KVPagerError, RemoteError
 
@@ -115,21 +115,28 @@ def _between_steps() -> Iterator[threading.Event]:
 class Local:
     """A model in this process; what earlier turns computed is used again."""
 
-    def __init__(self, args: argparse.Namespace, options: PagerOptions, settings: Settings) -> None:
+    def __init__(
+        self, args: argparse.Namespace, options: PagerOptions, store: StoreOptions | None, settings: Settings
+    ) -> None:
         options.settings()  # refused before a model is loaded
         from kvpager import build
         from kvpager.llm import LLM
 
         build.require_engine()
         loaded = build.load_model(
-            args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say
+            args.model,
+            dtype=args.dtype,
+            weights=args.weights,
+            threads=args.threads,
+            identify=store is not None,
+            progress=say,
         )
         if not loaded.tokenizer.chat_template:
             raise InputError(f"model: {loaded.name} has no chat template")
         from kvpager.engine.engine import EngineConfig
 
         config = EngineConfig(max_num_seqs=1, seed=args.seed)
-        self._llm = LLM.over(loaded, build.make_engine(loaded, options, config))
+        self._llm = LLM.over(loaded, build.make_engine(loaded, options, config, store=store))
         self._settings = settings
         self.name = loaded.name
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvpager.build import PREFILL_CHUNK
 from kvpager.engine.text import TextStream, decoder
+from kvpager.pools import PREFILL_CHUNK
 
 if TYPE_CHECKING:
     import torch

@@ -140,6 +140,7 @@ def _columns(args: argparse.Namespace, loaded: LoadedModel, task: CodesTask, sta
     from kvpager.evaluation.codes import Column, RecallMap
     from kvpager.evaluation.forward import full_cache
     from kvpager.hf import PagerCache, kv_shape
+    from kvpager.pools import pager_config
 
     shape = kv_shape(loaded.model.config, loaded.dtype)
     held = _held(task)
@@ -148,7 +149,7 @@ def _columns(args: argparse.Namespace, loaded: LoadedModel, task: CodesTask, sta
     paged = build.PagerOptions(memory=str(memory), budget=budget, swap=args.swap)
     lossy = _largest_discard(loaded, replace(paged, mode="discard", swap="memory"), held)
     # Permanent eviction does best with a wide protected window before the tile: a quarter of its budget.
-    config = build.pager_config(lossy, held, shape)
+    config = pager_config(lossy, held, shape)
     config = replace(config, recent_pages=max(config.recent_pages, (lossy.budget or 0) // 16 // 4))
     lossy_cache = stack.enter_context(PagerCache(loaded.model.config, config, dtype=loaded.dtype))
     paged_cache = stack.enter_context(build.make_cache(loaded, paged, tokens=held))

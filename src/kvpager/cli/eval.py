@@ -175,13 +175,14 @@ def measure(
     from kvpager import build
     from kvpager.evaluation.echo import echo_run, frames_for
     from kvpager.hf import kv_shape
+    from kvpager.pools import full_frames
 
     options = replace(one.options, budget=budget)
     tokens = len(task.token_ids)
     if options.pool is None and options.memory is None:
         shape = kv_shape(loaded.model.config, loaded.dtype)
         frames = frames_for(budget, options.tile, options.page_size, args.chunk, shape)
-        options = replace(options, pool=str(min(frames, build.full_frames(tokens, shape, options.page_size))))
+        options = replace(options, pool=str(min(frames, full_frames(tokens, shape, options.page_size))))
     with (
         build.make_cache(loaded, options, tokens=tokens) as cache,
         progress(f"{one.name}, budget {budget}", tokens) as advance,

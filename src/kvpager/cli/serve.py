@@ -19,12 +19,13 @@ from kvpager.cli.options import (
     positive,
     whole,
 )
+from kvpager.cli.store_options import add_store_options, store_options
 from kvpager.config import parse_size
 from kvpager.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvpager.build import PagerOptions
-    from kvpager.engine.engine import EngineConfig
+    from kvpager.build import PagerOptions, StoreOptions
+    from kvpager.engine.engine import Engine, EngineConfig
     from kvpager.server.service import Served, Service, ServiceOptions
 
 __all__ = ["add_parser", "run"]
@@ -34,6 +35,7 @@ EPILOG = """\
 examples:
   kvpager serve
   kvpager serve --port 8001 --memory 256MiB --budget 1024 --max-num-seqs 32
+  kvpager serve --store ~/kv/store.db
   KVPAGER_API_KEY=change-me kvpager serve path/to/model --host 0.0.0.0 --served-model-name mine
 
 Then, with any client of OpenAI's:
@@ -59,6 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_limits(parser)
     add_model_options(parser)
     add_pager_options(parser)
+    add_store_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -180,6 +183,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.served
     options = pager_options(args)
     options.settings()  # refused before a model is loaded
+    store = store_options(args, options)
     build.require_server()
     from kvpager.engine.engine import EngineConfig
     from kvpager.server.logs import configure_logs
@@ -196,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
         enable_prefix_caching=not args.no_prefix_caching,
         seed=args.seed,
     )
-    maker = Maker(args, options, config)
+    maker = Maker(args, options, config, store)
     service = Service(maker, service_options(args))
     settings = RunOptions(args.grace, args.ssl_keyfile, args.ssl_certfile)
     configure_logs()
@@ -253,12 +257,26 @@ def url(listener: socket.socket, *, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{host}:{port}"
 
 
+def memory_line(engine: Engine, weight_bytes: int) -> str:
+    """The memory whole."""
+    stats = engine.stats().pager
+    holds = stats.pool_bytes // engine.pager.shape.token_bytes
+    return (
+        f"memory: weights {weight_bytes / MIB:.0f} MiB, KV {stats.resident_bytes / MIB:.0f} MiB "
+        f"(frames {stats.pool_bytes / MIB:.0f}, digests {stats.digest_bytes / MIB:.1f}, "
+        f"tables {stats.table_bytes / MIB:.1f}; {holds} tokens at once, the rest in swap), "
+        f"process {stats.peak_rss_bytes / MIB:.0f} MiB so far"
+    )
+
+
 class Maker:
     """Loads model and engine, in the engine's thread, and tells what came of it."""
 
-    def __init__(self, args: argparse.Namespace, options: PagerOptions, config: EngineConfig) -> None:
-        self._args, self._options, self._config = args, options, config
-        self._memory = ""
+    def __init__(
+        self, args: argparse.Namespace, options: PagerOptions, config: EngineConfig, store: StoreOptions | None = None
+    ) -> None:
+        self._args, self._options, self._config, self._store = args, options, config, store
+        self._held: list[str] = []
 
     def __call__(self) -> Served:
         """Load; raises what loading and paging raise."""
@@ -267,27 +285,38 @@ class Maker:
 
         args = self._args
         loaded = build.load_model(
-            args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say
+            args.model,
+            dtype=args.dtype,
+            weights=args.weights,
+            threads=args.threads,
+            identify=self._store is not None,
+            progress=say,
         )
-        engine = build.make_engine(loaded, self._options, self._config)
-        stats = engine.stats().pager
+        engine = build.make_engine(loaded, self._options, self._config, store=self._store)
         longest = self._config.max_model_len or loaded.context_length or 0
-        holds = stats.pool_bytes // engine.pager.shape.token_bytes
-        self._memory = (
-            f"memory: weights {loaded.weight_bytes / MIB:.0f} MiB, KV {stats.resident_bytes / MIB:.0f} MiB "
-            f"(frames {stats.pool_bytes / MIB:.0f}, digests {stats.digest_bytes / MIB:.1f}, "
-            f"tables {stats.table_bytes / MIB:.1f}; {holds} tokens at once, the rest in swap), "
-            f"process {stats.peak_rss_bytes / MIB:.0f} MiB so far"
-        )
+        self._held = [memory_line(engine, loaded.weight_bytes), *self._store_lines(engine)]
         return Served(engine, loaded.tokenizer, longest)
 
+    def _store_lines(self, engine: Engine) -> list[str]:
+        """What the store has from earlier, or why it is out of use."""
+        stats = engine.stats().store
+        if self._store is None or stats is None:
+            return []
+        if stats.state != "ok":
+            return [f"store: {self._store.path} is out of use ({stats.state}); requests are served without it"]
+        return [
+            f"store: {self._store.path} holds {stats.blocks} blocks and {stats.records} sessions, "
+            f"{stats.bytes / MIB:.0f} of at most {stats.limit_bytes / MIB:.0f} MiB on disk, pages of prompts among them"
+        ]
+
     def told(self, where: str, service: Service) -> str:
-        """Lines for people: what is served, where, and the memory whole."""
+        """Lines for people: what is served, where, the memory whole, and what the store has."""
         names = ", ".join(service.options.names)
         keys = len(service.keys)
         access = f"{keys} API key{'s' * (keys > 1)}" if keys else "no API key: everybody who reaches it may use it"
+        held = "\n".join(self._held)
         return (
-            f"{self._memory}\n"
+            f"{held}\n"
             f"serving {names} at {where}/v1 ({access}); {self._config.max_num_seqs} answers at once, "
             f"up to {service.max_model_len} tokens each. Ctrl-C stops it."
         )

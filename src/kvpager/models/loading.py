@@ -32,6 +32,7 @@ class LoadedModel:
     weight_bytes    bytes of its weights and buffers in memory
     dtype           number format of its activations and hence of its keys and values
     end_ids         tokens that end an answer
+    identity        all that its keys and values depend on but tokens, as text; "" where nobody asked for it
     """
 
     model: PreTrainedModel
@@ -41,6 +42,7 @@ class LoadedModel:
     weight_bytes: int
     dtype: DType
     end_ids: frozenset[int]
+    identity: str = ""
 
 
 def load(

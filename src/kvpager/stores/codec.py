@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpager.errors import InputError, StoreDamaged
-from kvpager.ports import Bytes
 from kvpager.stored import BlockHead, StoredBlock
-from kvpager.stores.compress import Expander, Sizes, compress
+from kvpager.stores.compress import compress, expand
 from kvpager.stores.header import COMPRESSIONS, Compression, Header
 from kvpager.stores.packages import Data, xxh3
 
@@ -59,28 +58,14 @@ def decode(blob: Data, key: bytes) -> StoredBlock:
     Raises StoreDamaged where the blob is cut off, longer, changed anywhere, or another block's; StoreNewer.
     """
     header = Header.parse(blob)
-    head = header.head
-    if head.key != key:
-        raise StoreDamaged(f"block {header.name} lies where block {key[:6].hex()} should")
-    if header.alone or len(blob) != header.blob_bytes:
+    header.require(key)
+    if len(blob) != header.blob_bytes:
         raise StoreDamaged(f"block {header.name} has {len(blob)} bytes, and its header says {header.blob_bytes}")
     wrong = header.damaged(blob)
     if wrong:
         raise StoreDamaged(f"{len(wrong)} pages of block {header.name} do not match their checksums, first {wrong[0]}")
-    return StoredBlock(head, _payload(blob, header))
-
-
-def _payload(blob: Data, header: Header) -> Bytes:
     head = header.head
-    if header.sizes is None:
-        return np.frombuffer(blob, np.uint8, offset=header.header_bytes).reshape(head.pages, head.page_bytes)
-    return _expanded(blob, header, header.sizes)
-
-
-def _expanded(blob: Data, header: Header, sizes: Sizes) -> Bytes:
-    payload = np.empty((header.head.pages, header.head.page_bytes), np.uint8)
-    expander, view = Expander(header.head.page_bytes, header.itemsize), memoryview(blob)
-    for page, planes in enumerate(sizes.tolist()):
-        begin, size = header.page_range(page)
-        payload[page] = expander.page(view[begin : begin + size], planes)
-    return payload
+    pages = memoryview(blob)[header.header_bytes :]
+    if header.sizes is not None:
+        return StoredBlock(head, expand(pages, header.sizes, head.page_bytes))
+    return StoredBlock(head, np.frombuffer(pages, np.uint8).reshape(head.pages, head.page_bytes))

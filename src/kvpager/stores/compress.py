@@ -16,18 +16,10 @@ from kvpager.errors import StoreDamaged
 from kvpager.ports import Bytes
 from kvpager.stores.packages import Data, zstandard
 
-__all__ = ["Expander", "Sizes", "compress"]
-
-LEVEL = 1
+__all__ = ["Sizes", "compress", "expand"]
 
 Sizes = npt.NDArray[np.uint32]
 """Stored bytes of each page's planes, uint32 [pages, itemsize]."""
-
-
-def _parameters(module: Any) -> Any:
-    return module.ZstdCompressionParameters.from_level(
-        LEVEL, format=module.FORMAT_ZSTD1_MAGICLESS, write_content_size=False, write_checksum=False
-    )
 
 
 def compress(payload: Bytes, itemsize: int) -> tuple[Sizes, list[Data]]:
@@ -36,43 +28,62 @@ def compress(payload: Bytes, itemsize: int) -> tuple[Sizes, list[Data]]:
     Returns the sizes of their planes, and the planes' bytes, page after page. A plane that has its full size,
     page_bytes / itemsize, was not compressed.
     """
-    module = zstandard()
     pages, page_bytes = payload.shape
     length = page_bytes // itemsize
-    squeeze = module.ZstdCompressor(compression_params=_parameters(module)).compress
-    planes = np.ascontiguousarray(payload.reshape(pages, length, itemsize).transpose(0, 2, 1)).reshape(-1, length)
+    numbers = payload.reshape(pages, length, itemsize)
+    planes = np.empty((pages, itemsize, length), np.uint8)
+    for byte in range(itemsize):
+        planes[:, byte] = numbers[:, :, byte]
+    squeeze = _compressor(length)
     stored: list[Data] = []
-    for plane in planes:
+    for plane in planes.reshape(-1, length):
         frame = squeeze(plane)
         stored.append(frame if len(frame) < length else plane.data)
     sizes = np.fromiter(map(len, stored), np.uint32, len(stored))
     return sizes.reshape(pages, itemsize), stored
 
 
-class Expander:
-    """The way back, for pages of `page_bytes` bytes and numbers of `itemsize`. Belongs to one thread."""
+def _compressor(length: int) -> Any:
+    """Level 1, but for next to no search for repetitions: planes have none, and what is found by chance costs more.
 
-    def __init__(self, page_bytes: int, itemsize: int) -> None:
-        self._length = page_bytes // itemsize
-        self._module = zstandard()
-        self._expand = self._module.ZstdDecompressor(format=self._module.FORMAT_ZSTD1_MAGICLESS).decompress
+    The gain is all from coding frequent bytes short. Frames say neither what they are nor how long: the header does.
+    """
+    module = zstandard()
+    parameters = module.ZstdCompressionParameters(
+        compression_level=1,
+        strategy=module.STRATEGY_FAST,
+        min_match=7,
+        hash_log=6,
+        window_log=min(max(length.bit_length(), 10), 17),
+        format=module.FORMAT_ZSTD1_MAGICLESS,
+        write_content_size=False,
+        write_checksum=False,
+    )
+    return module.ZstdCompressor(compression_params=parameters).compress
 
-    def page(self, data: Data, sizes: list[int]) -> Bytes:
-        """The page whose planes of these sizes lie one after another in `data`; raises StoreDamaged."""
-        planes = np.empty((len(sizes), self._length), np.uint8)
-        begin = 0
-        for plane, size in zip(planes, sizes, strict=True):
-            plane[:] = self._plane(memoryview(data)[begin : begin + size])
+
+def expand(data: Data, sizes: Sizes, page_bytes: int) -> Bytes:
+    """The way back: pages, uint8 [n, page_bytes], whose planes of these sizes [n, itemsize] lie in `data` one by one.
+
+    Raises StoreDamaged where `data` is no such planes.
+    """
+    pages, itemsize = sizes.shape
+    length = page_bytes // itemsize
+    module = zstandard()
+    unpack = module.ZstdDecompressor(format=module.FORMAT_ZSTD1_MAGICLESS).decompress
+    view, begin = memoryview(data), 0
+    found: list[Data] = []
+    try:
+        for size in sizes.reshape(-1).tolist():
+            plane = view[begin : begin + size]
+            found.append(plane if size == length else unpack(plane, max_output_size=length))
             begin += size
-        return planes.T.reshape(-1)
-
-    def _plane(self, data: memoryview) -> Bytes:
-        if len(data) == self._length:
-            return np.frombuffer(data, np.uint8)
-        try:
-            plane = self._expand(data, max_output_size=self._length)
-        except self._module.ZstdError as error:
-            raise StoreDamaged(f"a compressed page can't be read: {error}") from error
-        if len(plane) != self._length:
-            raise StoreDamaged(f"a compressed page has {len(plane)} bytes a plane, and {self._length} are expected")
-        return np.frombuffer(plane, np.uint8)
+    except module.ZstdError as error:
+        raise StoreDamaged(f"a compressed page can't be read: {error}") from error
+    if begin != len(view) or any(len(plane) != length for plane in found):
+        raise StoreDamaged(f"compressed pages don't have {length} bytes a plane")
+    planes = np.frombuffer(b"".join(found), np.uint8).reshape(pages, itemsize, length)
+    payload = np.empty((pages, length, itemsize), np.uint8)
+    for byte in range(itemsize):
+        payload[:, :, byte] = planes[:, byte]
+    return payload.reshape(pages, page_bytes)

@@ -41,7 +41,7 @@ _SUM = struct.Struct("<Q")
 def pack_record(header: Mapping[str, Any], arrays: Arrays) -> bytes:
     """The bytes of a record. `header` holds what JSON holds; arrays are of the dtypes in DTYPES, any shape.
 
-    Raises InputError for anything else, or where it is too large (1 MiB of JSON, 1 GiB in all).
+    Raises InputError for anything else, or where it is too large (1 MiB of JSON, 1024 arrays, 1 GiB in them).
     """
     try:
         text = json.dumps(dict(header), allow_nan=False, separators=(",", ":")).encode()
@@ -51,12 +51,13 @@ def pack_record(header: Mapping[str, Any], arrays: Arrays) -> bytes:
         raise InputError(
             f"a record's header has {len(text)} bytes and {len(arrays)} arrays; at most {MOST_JSON} and {MOST_ARRAYS}"
         )
+    held = sum(array.nbytes for array in arrays.values())
+    if held > MOST_BYTES:
+        raise InputError(f"a record's arrays have {held} bytes, and at most {MOST_BYTES} are allowed")
     parts = [text]
     for name, array in arrays.items():
         parts += _pack_array(name, array)
     size = _FIXED.size + sum(map(len, parts)) + _SUM.size
-    if size > MOST_BYTES:
-        raise InputError(f"a record has {size} bytes, and at most {MOST_BYTES} are allowed")
     body = b"".join([_FIXED.pack(MAGIC, VERSION, len(arrays), len(text), size), *parts])
     return body + _SUM.pack(xxh3()(body))
 

@@ -1,0 +1,235 @@
+"""A chain of tiers as one store of blocks: what a pager is given."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvpager.errors import ConfigError
+from kvpager.ports import Bytes
+from kvpager.stats import StoreStats
+from kvpager.stored import BlockHead, Scores, StoredBlock
+from kvpager.stores.level import Level
+from kvpager.stores.limits import Limits
+from kvpager.stores.prefetch import Prefetcher
+from kvpager.stores.tier import Tier
+
+__all__ = ["Chain"]
+
+
+class Chain:
+    """Tiers, the nearest first, as a stored.BlockStore: nothing that happens to them is raised.
+
+    Writing is behind: each tier has a thread that writes what waits for it. What waits is found as if it were written.
+    Reading is done by the owner's thread, tier after tier; blocks found in a farther one are put into the nearer ones.
+    Blocks that `prefetch` names are read by a thread of its own. A tier that fails, or is slow, again and again is left
+    alone for a while, and every read of it is a miss at once. What happens is counted in `stats` and logged under
+    "kvpager.stores", once for each kind until all is well again, without tokens or keys.
+    """
+
+    def __init__(
+        self,
+        openers: Sequence[Callable[[], Tier]],
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`openers` open the tiers; one that fails now is opened later.
+
+        `clock`: seconds, for how long calls take and pauses last; never for what is kept. Raises ConfigError for no
+        tiers, and MissingDependency where an opener does.
+        """
+        if not openers:
+            raise ConfigError("openers: a chain needs at least one tier")
+        self._limits = limits if limits is not None else Limits()
+        self._levels = [Level(opener, self._limits, clock) for opener in openers]
+        self._ahead = Prefetcher(self._fetch, self._limits.prefetch_bytes, self._limits.slow_s)
+        self._hits = 0
+        self._misses = 0
+        self._read_bytes = 0
+        self._closed = False
+
+    @property
+    def tick(self) -> int:
+        """The latest tick that scores in any tier speak of, 0 for none."""
+        return max(level.tick for level in self._levels)
+
+    @property
+    def room(self) -> int:
+        """Bytes of blocks that `put` would take now."""
+        return 0 if self._closed else self._levels[0].room
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks are there, as far as the tiers' indexes say."""
+        there = [False] * len(keys)
+        for level in self._levels:
+            rest = [i for i, is_there in enumerate(there) if not is_there]
+            for i, is_there in zip(rest, level.contains([keys[i] for i in rest]), strict=True):
+                there[i] = is_there
+        return there
+
+    def heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:
+        """Heads of blocks; None for a miss. Counts hits and misses."""
+        found: list[BlockHead | None] = [None] * len(keys)
+        for level in self._levels:
+            rest = [i for i, head in enumerate(found) if head is None]
+            for i, head in zip(rest, level.heads([keys[i] for i in rest]), strict=True):
+                found[i] = head
+        hits = sum(head is not None for head in found)
+        self._hits += hits
+        self._misses += len(keys) - hits
+        return found
+
+    def get(self, keys: Sequence[bytes]) -> list[Bytes | None]:
+        """Pages of blocks, uint8 [pages, page_bytes] each, all checked; None for a miss, which is counted."""
+        found = self._ahead.take(keys)
+        rest = [i for i, payload in enumerate(found) if payload is None]
+        for i, payload in zip(rest, self._fetch([keys[i] for i in rest]), strict=True):
+            found[i] = payload
+        self._misses += sum(payload is None for payload in found)
+        self._read_bytes += sum(payload.nbytes for payload in found if payload is not None)
+        return found
+
+    def put(self, blocks: Sequence[StoredBlock]) -> int:
+        """Take blocks to be stored; returns how many of the first the nearest tier takes, or has."""
+        if self._closed:
+            return 0
+        taken = self._levels[0].put(blocks)
+        for level in self._levels[1:]:
+            level.put(blocks[:taken])  # one that can't keep up holds nobody else back
+        return taken
+
+    def update(self, news: Sequence[Scores], tick: int) -> None:
+        """Note newer scores of blocks, and the tick that they speak of."""
+        if not self._closed:
+            for level in self._levels:
+                level.update(news, tick)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget blocks."""
+        self._ahead.forget(keys)
+        if not self._closed:
+            for level in self._levels:
+                level.drop(keys)
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Blocks that `get` will be asked for soon, the most wanted first."""
+        if not self._closed:
+            self._ahead.want(keys)
+
+    def load_record(self, key: bytes) -> bytes | None:
+        """A record, from the nearest tier that has it; None for a miss."""
+        for level in self._levels:
+            record = level.load_record(key)
+            if record is not None:
+                return record
+        return None
+
+    def save_record(self, key: bytes, tenant: bytes, record: bytes) -> bool:
+        """Take a record to be stored after all blocks that were taken before it; False where no tier takes it."""
+        if self._closed:
+            return False
+        taken = [level.save_record(key, tenant, record) for level in self._levels]
+        return any(taken)
+
+    def drop_record(self, key: bytes) -> None:
+        """Forget a record."""
+        if not self._closed:
+            for level in self._levels:
+                level.drop_record(key)
+
+    def claim(self, key: bytes) -> bool:
+        """Become the one that may write this record, in all tiers; False where another is."""
+        for count, level in enumerate(self._levels):
+            if not level.claim(key):
+                for earlier in self._levels[:count]:
+                    earlier.release(key)
+                return False
+        return True
+
+    def release(self, key: bytes) -> None:
+        """Let others claim a record."""
+        for level in self._levels:
+            level.release(key)
+
+    def erase(self, tenant: bytes) -> int:
+        """Forget all of a tenant; returns how many blocks and records there were in the tier that had the most.
+
+        Waits until it is done, but no longer than `erase_s`: it goes on behind then, with fewer counted.
+        """
+        self._ahead.forget()
+        if self._closed:
+            return 0
+        works = [level.erase(tenant) for level in self._levels]
+        ends = time.monotonic() + self._limits.erase_s
+        for work in works:
+            work.done.wait(max(0.0, ends - time.monotonic()))
+        return max(work.count for work in works)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until nothing waits to be written, for so many seconds at most; returns whether that is so."""
+        ends = time.monotonic() + timeout
+        written = [level.writer.flush(max(0.0, ends - time.monotonic())) for level in self._levels]
+        return all(written)
+
+    def stats(self) -> StoreStats:
+        """Counters of the chain, and sizes of the nearest tier; failures of all."""
+        nearest = self._levels[0]
+        sizes = nearest.sizes()
+        errors: Counter[str] = Counter()
+        for level in self._levels:
+            errors.update(level.guard.errors)
+        waiting, waiting_bytes = nearest.waiting
+        return StoreStats(
+            state=next((level.guard.state for level in self._levels if level.guard.state != "ok"), "ok"),
+            blocks=sizes.blocks,
+            records=sizes.records,
+            payload_bytes=sizes.payload_bytes,
+            bytes=sizes.bytes,
+            limit_bytes=sizes.limit_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            read_bytes=self._read_bytes,
+            stored=nearest.writer.stored,
+            stored_bytes=nearest.writer.stored_bytes,
+            skipped=nearest.writer.skipped,
+            waiting=waiting,
+            waiting_bytes=waiting_bytes,
+            dropped=sizes.dropped,
+            damaged=sum(level.damaged for level in self._levels),
+            errors=dict(errors),
+        )
+
+    def close(self) -> None:
+        """Write what waits, as far as that takes no longer than `close_s`, and close the tiers; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        ended = self._ahead.stop(self._limits.slow_s)
+        ends = time.monotonic() + self._limits.close_s
+        for level in self._levels:
+            level.close(max(0.0, ends - time.monotonic()), ended)
+
+    def _fetch(self, keys: Sequence[bytes]) -> list[Bytes | None]:
+        """Pages of blocks from the tiers; what a farther one has is put into the nearer ones. Any thread."""
+        found: list[Bytes | None] = [None] * len(keys)
+        for place, level in enumerate(self._levels):
+            rest = [i for i, payload in enumerate(found) if payload is None]
+            if not rest:
+                break
+            for i, payload in zip(rest, level.get([keys[i] for i in rest]), strict=True):
+                found[i] = payload
+            here = [i for i in rest if found[i] is not None]
+            if place and here:
+                self._promote(place, [keys[i] for i in here], [found[i] for i in here])
+        return found
+
+    def _promote(self, place: int, keys: Sequence[bytes], payloads: Sequence[Bytes | None]) -> None:
+        heads = self._levels[place].heads(keys)
+        blocks = [
+            StoredBlock(head, payload)
+            for head, payload in zip(heads, payloads, strict=True)
+            if head is not None and payload is not None
+        ]
+        for level in self._levels[:place]:
+            level.put(blocks)

@@ -1,0 +1,146 @@
+"""Transactions of a store: what each of them notes, makes room for, and leaves behind on a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from kvpager.errors import StoreFull
+from kvpager.stores.change import Change, Stamp
+from kvpager.stores.database import Database
+from kvpager.stores.index import Index
+from kvpager.stores.places import Places
+from kvpager.stores.quota import Quota
+from kvpager.stores.reserve import Reserve
+from kvpager.stores.rows import bump, counter
+
+__all__ = ["Changes"]
+
+STEP, TIGHT_STEP = 64, 8
+VACUUM_BYTES = 16 * 2**20
+
+T = TypeVar("T")
+
+
+class Changes:
+    """The one way to write to a store's database.
+
+    touched  hits of blocks by id that were found, whose use the next transaction notes
+    dropped  blocks and records that made way for others since this was made
+    log_bytes  how far the log grows
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        places: Places,
+        quota: Quota,
+        reserve: Reserve,
+        index: Index,
+        wall: Callable[[], float],
+        log_bytes: int,
+    ) -> None:
+        self.log_bytes = log_bytes
+        self.quota = quota
+        self.touched: dict[int, int] = {}
+        self.dropped = 0
+        self._database, self._places, self._reserve, self._index, self._wall = database, places, reserve, index, wall
+
+    def forget(self) -> None:
+        """Forget what belongs to a database that was there before."""
+        self.quota.forget()
+        self.touched.clear()
+
+    @contextlib.contextmanager
+    def transaction(self, touches: bool = True) -> Iterator[Change]:
+        """A transaction, undone where anything is raised; what is gone leaves the index when it is done.
+
+        After StoreFull the log is moved to the database, with the help of the reserve. Raises StoreError.
+        """
+        drops, touched = None, dict(self.touched) if touches else {}
+        try:
+            with self._database.writing() as connection:
+                stamp = Stamp(bump(connection, "use"), counter(connection, "age"), int(self._wall()))
+                connection.executemany(
+                    "UPDATE blocks SET worth = max(worth, ?), used = ?, seen = ? WHERE id = ?",
+                    [(stamp.worth(hits), stamp.use, stamp.seen, number) for number, hits in touched.items()],
+                )
+                change = Change(connection, stamp)
+                yield change
+                drops = bump(connection, "drops") if change.gone else None
+        except StoreFull:
+            self.quota.forget()
+            self._reserve.give_up()
+            self._database.checkpoint()
+            self._reserve.take()
+            raise
+        except BaseException:
+            self.quota.forget()
+            raise
+        for number in touched:
+            self.touched.pop(number, None)
+        self.dropped += change.dropped
+        if drops is not None:
+            self._index.took_away(change.gone, drops)
+
+    def remove(self, change: Callable[[Change], T], touches: bool = True) -> T:
+        """A transaction that takes something away; on a full disk it is tried again with the room of the reserve.
+
+        Room that it made is given back to the disk where that is full. Raises StoreError.
+        """
+        try:
+            with self.transaction(touches) as running:
+                done = change(running)
+        except StoreFull:
+            self._reserve.give_up()
+            with self.transaction(touches=False) as running:
+                done = change(running)
+        if not self._reserve.held:
+            with contextlib.suppress(StoreFull):
+                self.give_back(self.log_bytes // 2)
+            self._reserve.take()
+        return done
+
+    @property
+    def step(self) -> int:
+        """How many blocks a transaction takes away where there are many; few on a full disk, where its log lies too."""
+        return STEP if self._reserve.held else TIGHT_STEP
+
+    def checkpoint(self) -> None:
+        """Cut off the log, as far as readers and the disk allow."""
+        self._database.checkpoint()
+
+    def give_back(self, step: int = VACUUM_BYTES) -> None:
+        """Give the database's free pages back to the disk. Raises StoreError."""
+        self._database.checkpoint()
+        while self._database.vacuum(step) and self._database.checkpoint():
+            pass
+
+    def prepare(self) -> None:
+        """What comes before a block is written: the reserve is there, and what is on disk is within the limit.
+
+        The latter matters after a start with a lower limit, and where the log has grown under a reader. Raises
+        StoreError; StoreFull where the disk has no room for the reserve.
+        """
+        self._database.open()
+        if self._database.readonly:
+            return  # the transaction says so
+        if self.quota.over:
+            self._trim()
+        needed = self._reserve.nbytes
+        if not self._reserve.take():
+            raise StoreFull(
+                f"store {self._places.path}: the disk is full; it is written to again when {needed} bytes are free"
+            )
+
+    def _trim(self) -> None:
+        self._database.checkpoint()
+        if self.quota.over:
+            self._places.forget_aside()
+        done = False
+        while self.quota.over and not done:
+            with self.transaction() as change:
+                before = change.dropped
+                done = self.quota.shrink(change, self.step) or change.dropped == before
+            self.give_back()

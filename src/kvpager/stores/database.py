@@ -1,0 +1,329 @@
+"""The database file of a store: opened, looked after and told apart from what is not ours; knows nothing of blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+
+from kvpager.errors import StoreDamaged, StoreError, StoreForeign, StoreLocked, StoreNewer, StoreUnavailable
+from kvpager.stores.claims import MENDING, Claims
+from kvpager.stores.faults import explain, is_damage
+from kvpager.stores.places import Places
+from kvpager.stores.schema import APPLICATION_ID, PAGE_BYTES, VERSION, migrate
+
+__all__ = ["Database"]
+
+HEADER_BYTES = 100  # of every SQLite file
+LOOK_SECONDS = 1.0  # how often a reader makes sure that the file is still there
+WRITER_CACHE, READER_CACHE = 16 * 2**10, 2 * 2**10  # KiB
+
+
+class Database:
+    """One connection that writes, in one thread at a time, and as many that read as there are threads reading at once.
+
+    Nothing is opened before it is needed, and what failed is tried again by the next call. `opened` is called with a
+    connection whenever a database was opened, which may be another one than before; until it returns, nobody reads.
+
+    The file is made with mode 0600 and its folder with 0700. A file of another application, or of a newer kvpager, is
+    refused before anything of it is touched. Where the file was deleted or replaced, or is malformed, it is begun anew;
+    a malformed one is put aside as NAME.damaged-N (only where `mend`; the last one is kept).
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        claims: Claims,
+        opened: Callable[[sqlite3.Connection], None],
+        *,
+        synchronous: str,
+        busy_ms: int,
+        log_bytes: int,
+        mend: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.places = places
+        self.readonly = False
+        self._claims = claims
+        self._opened = opened
+        self._synchronous, self._busy, self._log_bytes, self._mend = synchronous, busy_ms / 1000, log_bytes, mend
+        self._clock = clock
+        self._looked = clock()
+        self._lock = threading.RLock()  # of whoever writes, opens or closes
+        self._pool_lock = threading.Lock()
+        self._pool: list[sqlite3.Connection] = []
+        self._writer: sqlite3.Connection | None = None
+        self._generation = 0  # goes up when the connections that there are must not be used any more
+        self._inode: tuple[int, int] | None = None
+
+    # -- use
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection for reading, inside one transaction. Raises StoreError."""
+        self._look_after()
+        generation, connection = self._reader()
+        whole = False
+        try:
+            connection.execute("BEGIN")
+            yield connection
+            connection.execute("COMMIT")
+            whole = True
+        except sqlite3.Error as error:
+            raise self._after(error, generation) from error
+        finally:
+            if not whole and connection.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+            with self._pool_lock:
+                keep = generation == self._generation
+                if keep:
+                    self._pool.append(connection)
+            if not keep:
+                connection.close()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """The connection for writing, inside one transaction that is undone if anything is raised. Raises StoreError.
+
+        When it returns the transaction is durable, as `synchronous` promises, in the file that has the store's name.
+        """
+        with self._lock:
+            connection = self._ready_to_write()
+            generation = self._generation
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                _undo(connection)
+                raise self._after(error, generation) from error
+            except BaseException:
+                _undo(connection)
+                raise
+            self._still_there(generation)
+
+    def checkpoint(self) -> bool:
+        """Move all of the log into the database and cut it off; False where readers or the disk stand in the way."""
+        with self._lock:
+            try:
+                busy: int = self._ready_to_write().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            except sqlite3.Error:
+                return False
+            return not busy
+
+    def vacuum(self, nbytes: int) -> bool:
+        """Take up to so many bytes of free pages out of the file, which they leave with the next checkpoint.
+
+        False where there were none. Raises StoreError.
+        """
+        with self.writing() as connection:
+            free: int = connection.execute("PRAGMA freelist_count").fetchone()[0]
+            connection.execute(f"PRAGMA incremental_vacuum({nbytes // PAGE_BYTES})").fetchall()
+        return free > 0
+
+    def open(self) -> None:
+        """Open it if it isn't; raises StoreError."""
+        if self._inode is None:
+            with self._lock:
+                if self._inode is None:
+                    self._open()
+
+    def close(self) -> None:
+        """Close all connections; idempotent, and the next call opens it again."""
+        with self._lock:
+            self._shut()
+
+    # -- opening
+
+    def _open(self) -> None:
+        generation = self._generation
+        try:
+            self._open_file()
+        except sqlite3.Error as error:
+            self._shut()
+            raise self._after(error, generation, opening=True) from error
+        except StoreDamaged as error:
+            self._shut()
+            raise self._put_aside(error, self._generation) from None
+        except OSError as error:
+            self._shut()
+            raise StoreUnavailable(*self.places.explain(error)) from error
+        except BaseException:
+            self._shut()
+            raise
+
+    def _open_file(self) -> None:
+        places = self.places
+        places.make_folder()
+        emptied = places.size == 0 and self._claims.marked
+        if places.size > 0:
+            self._look()
+        self.readonly = not places.make_file()
+        self._writer = connection = self._connect(READER_CACHE if self.readonly else WRITER_CACHE)
+        if not self.readonly:
+            self._prepare(connection)
+            self._claims.open()
+        version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > VERSION:
+            raise self._newer(version)
+        if version < VERSION:
+            raise StoreUnavailable(
+                "readonly", f"store {places.path} has version {version}, and can't be brought to {VERSION}"
+            )
+        self._inode = places.inode()
+        self._opened(connection)
+        if emptied:
+            raise StoreUnavailable("lost", f"store {places.path} was emptied, and is begun anew")
+
+    def _look(self) -> None:
+        """Refuse what is not ours, by a look that takes no locks, makes no files and changes nothing."""
+        path = self.places.path
+        connection = sqlite3.connect(self.places.uri("immutable=1"), uri=True, isolation_level=None)
+        try:
+            connection.execute("PRAGMA writable_schema = ON")  # the header is read though the file may be cut off
+            application: int = connection.execute("PRAGMA application_id").fetchone()[0]
+            version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            if self._claims.marked or not is_damage(error):
+                raise
+            raise StoreForeign(f"{path} is no store of kvpager's ({error}), and is left as it is") from error
+        finally:
+            connection.close()
+        if application != APPLICATION_ID and self.places.size < HEADER_BYTES and self._claims.marked:
+            raise StoreDamaged(f"store {path} is cut off in its header")
+        if application != APPLICATION_ID:
+            raise StoreForeign(f"{path} is another application's database (id {application}), and is left as it is")
+        if version > VERSION:
+            raise self._newer(version)
+
+    def _newer(self, version: int) -> StoreNewer:
+        return StoreNewer(
+            f"store {self.places.path} has version {version}, and this kvpager reads up to {VERSION}; it is left as is"
+        )
+
+    def _connect(self, cache: int) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.places.uri(self.places.mode(self.readonly)),
+            uri=True,
+            timeout=self._busy,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        for pragma in (
+            f"cache_size = -{cache}",
+            f"synchronous = {self._synchronous}",
+            f"journal_size_limit = {self._log_bytes}",
+            f"wal_autocheckpoint = {max(1, self._log_bytes // PAGE_BYTES)}",
+            "mmap_size = 0",  # mapped, a file that is cut off under us would end the process
+            "secure_delete = FAST",
+            "cell_size_check = ON",
+            "trusted_schema = OFF",
+        ):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        """Make the tables, or bring them to this version; then the log (WAL), which readers and the writer share."""
+        version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version < VERSION:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            migrate(connection)
+        kind: str = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if kind != "wal":
+            raise StoreUnavailable(
+                "io", f"store {self.places.path} lies where SQLite can't keep a log (it says {kind})"
+            )
+
+    def _shut(self) -> None:
+        with self._pool_lock:
+            self._generation += 1
+            idle, self._pool = self._pool, []
+        if self._writer is not None:
+            idle.append(self._writer)
+        self._writer = self._inode = None
+        for connection in idle:
+            connection.close()
+
+    # -- connections
+
+    def _reader(self) -> tuple[int, sqlite3.Connection]:
+        self.open()
+        with self._pool_lock:
+            generation = self._generation
+            if self._pool:
+                return generation, self._pool.pop()
+        try:
+            return generation, self._connect(READER_CACHE)
+        except sqlite3.Error as error:
+            raise self._after(error, generation) from error
+
+    def _ready_to_write(self) -> sqlite3.Connection:
+        if self.readonly and self.places.writable:
+            self._shut()
+        self.open()
+        if self.readonly or self._writer is None:
+            raise StoreUnavailable("readonly", f"store {self.places.path} can only be read")
+        return self._writer
+
+    # -- what the outside does to the file
+
+    def _look_after(self) -> None:
+        now = self._clock()
+        if self._inode is not None and not 0 <= now - self._looked < LOOK_SECONDS:
+            self._looked = now
+            with self._pool_lock:
+                generation = self._generation
+            if self.places.inode() != self._inode:
+                raise self._begin_anew(generation)
+
+    def _still_there(self, generation: int) -> None:
+        """After a transaction: what was written is in the file that has the name."""
+        if self.places.inode() != self._inode:
+            raise self._begin_anew(generation)
+        if self.places.log_missing:  # deleted under us: it is still open here, and can be moved to the database
+            self.checkpoint()
+            self._shut()
+
+    def _begin_anew(self, generation: int) -> StoreUnavailable:
+        with self._lock:
+            if generation == self._generation:
+                self._shut()
+        return StoreUnavailable("lost", f"store {self.places.path} was deleted or replaced, and is begun anew")
+
+    def _after(self, error: sqlite3.Error, generation: int, opening: bool = False) -> StoreError:
+        """What an error means, when what can be done about it was done."""
+        found = explain(error, str(self.places.path))
+        if isinstance(found, StoreDamaged):
+            return self._put_aside(found, generation + opening)
+        if found.kind == "lost" or (found.kind == "io" and not opening and self.places.inode() != self._inode):
+            return self._begin_anew(generation)
+        return found
+
+    def _put_aside(self, found: StoreDamaged, generation: int) -> StoreError:
+        if not self._mend or self.readonly:
+            return found
+        with self._lock:
+            if generation != self._generation:
+                return found
+            inode = self.places.inode()
+            self._shut()
+            try:
+                if not self._claims.take(MENDING):
+                    return StoreLocked(f"store {self.places.path} is damaged, and another process puts it aside")
+                try:
+                    if inode == self.places.inode():
+                        self.places.put_aside()
+                finally:
+                    self._claims.give_back(MENDING)
+            except OSError as failure:
+                return StoreUnavailable(*self.places.explain(failure))
+        return found
+
+
+def _undo(connection: sqlite3.Connection) -> None:
+    if connection.in_transaction:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")

@@ -1,0 +1,61 @@
+"""Room on the disk that is kept back, so that a store on a full disk can still forget something."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+__all__ = ["Reserve"]
+
+
+class Reserve:
+    """A file of no content beside a database, whose space is really there (posix_fallocate).
+
+    Deleting from a database writes too: first to its log, then to the database. On a full disk that fails, and the
+    disk stays full. So the file is given up when the disk is full, and taken again, before the next block is written,
+    when there is room: until then nothing but deleting writes. It is large enough (see Shares) for the database to
+    take up all of the log, after which the log's own room is free as well.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+
+    @property
+    def held(self) -> bool:
+        """Whether the space is taken, by this process or another one."""
+        try:
+            return os.stat(self.path).st_size >= self.nbytes
+        except OSError:
+            return False
+
+    def take(self) -> bool:
+        """Take the space, where it is not taken already; False where the disk has no room for it."""
+        if self.held:
+            return True
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            _allocate(fd, self.nbytes)
+        except OSError:
+            self.give_up()
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def give_up(self) -> None:
+        """Give the space back to the disk."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+        return
+    for offset in range(0, nbytes, 2**16):
+        os.pwrite(fd, bytes(2**16), offset)
