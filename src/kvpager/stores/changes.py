@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvpager.errors import StoreFull
+from kvpager.errors import StoreFull, StoreLocked
 from kvpager.stores.change import Change, Stamp
 from kvpager.stores.database import Database
 from kvpager.stores.index import Index
@@ -61,10 +61,10 @@ class Changes:
         drops, touched = None, dict(self.touched) if touches else {}
         try:
             with self._database.writing() as connection:
-                stamp = Stamp(bump(connection, "use"), counter(connection, "age"), int(self._wall()))
+                stamp = Stamp(bump(connection, "use", 2), counter(connection, "age"), int(self._wall()))
                 connection.executemany(
                     "UPDATE blocks SET worth = max(worth, ?), used = ?, seen = ? WHERE id = ?",
-                    [(stamp.worth(hits), stamp.use, stamp.seen, number) for number, hits in touched.items()],
+                    [(stamp.worth(hits), stamp.use - 1, stamp.seen, number) for number, hits in touched.items()],
                 )
                 change = Change(connection, stamp)
                 yield change
@@ -121,12 +121,13 @@ class Changes:
         """What comes before a block is written: the reserve is there, and what is on disk is within the limit.
 
         The latter matters after a start with a lower limit, and where the log has grown under a reader. Raises
-        StoreError; StoreFull where the disk has no room for the reserve.
+        StoreError: StoreFull where the disk has no room for the reserve, StoreLocked where a reader stays.
         """
         self._database.open()
         if self._database.readonly:
             return  # the transaction says so
         if self.quota.over:
+            self._reserve.fit()
             self._trim()
         needed = self._reserve.nbytes
         if not self._reserve.take():
@@ -138,9 +139,10 @@ class Changes:
         self._database.checkpoint()
         if self.quota.over:
             self._places.forget_aside()
-        done = False
-        while self.quota.over and not done:
+        more = True
+        while self.quota.over and more:
             with self.transaction() as change:
-                before = change.dropped
-                done = self.quota.shrink(change, self.step) or change.dropped == before
+                more = not self.quota.shrink(change, self.step) and change.dropped > 0
             self.give_back()
+        if self.quota.over:
+            raise StoreLocked(f"store {self._places.path}: somebody reads it, and its log can't be cut off for so long")
