@@ -305,6 +305,24 @@ def test_a_record_and_what_is_to_be_forgotten_are_tried_again_but_not_for_ever(
     assert chain.stats().waiting_bytes == 0
 
 
+def test_on_a_full_disk_forgetting_does_not_wait(make: Make, tier: FakeTier, clock: Clock) -> None:
+    tier.put([block(1), block(2)])
+    chain = make(erase_s=SETTLED)
+    fail(tier, ("put",), StoreFull("full"))
+    chain.put([block(3)])
+    assert chain.flush(SETTLED)
+    chain.drop([key_of(1)])
+    assert chain.erase(NOBODY) == 1
+    assert tier.blocks == {}
+    assert chain.stats().state == "full"  # what was given free is no proof that there is room
+    assert chain.room == 0
+    fail(tier, WRITES, StoreFull("full"))
+    chain.drop([key_of(1)])
+    until(chain, lambda: chain.stats().errors["full"] == 2)
+    assert not chain.flush(0.02)  # it is not tried again before the pause is over
+    assert chain.stats().errors["full"] == 2
+
+
 def test_erasing_is_tried_for_as_long_as_it_takes(make: Make, tier: FakeTier, clock: Clock) -> None:
     tier.put([block(1)])
     chain = make()

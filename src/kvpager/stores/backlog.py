@@ -122,6 +122,11 @@ class Backlog:
             return self.taken is None and not (self._writes or self._forgets or self._has_news())
 
     @property
+    def forgets(self) -> bool:
+        """Whether something is to be forgotten."""
+        return bool(self._forgets)
+
+    @property
     def tick(self) -> int:
         """The latest tick that was told, 0 for none."""
         return self._tick

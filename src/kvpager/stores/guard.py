@@ -90,8 +90,11 @@ class Guard:
         self._timed("reading", self.reading, begun)
         return answer
 
-    def write(self, call: Callable[[Tier], T]) -> T:
-        """What the tier answers. Raises StoreError, counted and logged, where it fails."""
+    def write(self, call: Callable[[Tier], T], forgets: bool = False) -> T:
+        """What the tier answers. Raises StoreError, counted and logged, where it fails.
+
+        forgets  whether the call only forgets something, which goes well on a full disk that still takes nothing
+        """
         tier = self.tier
         if tier is None or self.off:
             raise StoreUnavailable("io", f"store {self._name} is not open")
@@ -102,7 +105,7 @@ class Guard:
             raise self._failed("writing", self.writing, error) from error
         if self._clock() - begun > self._limits.slow_s:  # others wait for it, but waiting longer helps nobody
             self._count("writing", "slow", "a call took longer than slow_s", False)
-        if self.writing.succeeded():
+        if not (forgets and self.writing.reason == "full") and self.writing.succeeded():
             self._again("writing")
         return answer
 

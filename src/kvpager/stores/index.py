@@ -51,13 +51,15 @@ class Index:
         if not 0 <= self._looked - self._loaded < RELOAD_SECONDS and _drops(connection) != self._drops:
             self.load(connection)
             return
-        self.add(connection.execute("SELECT key, id FROM blocks WHERE id > ?", (self._last,)).fetchall())
+        rows = connection.execute("SELECT key, id FROM blocks WHERE id > ? ORDER BY id", (self._last,)).fetchall()
+        self.add(rows)
+        if rows:
+            self._last = rows[-1][1]
 
     def add(self, rows: Iterable[tuple[bytes, int]]) -> None:
-        """Blocks that were written."""
+        """Blocks that were written. Others may have written before this process did, and are still to be looked for."""
         for key, number in rows:
             self._ids[key] = number
-            self._last = max(self._last, number)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Blocks that turned out not to be there."""

@@ -23,7 +23,8 @@ class Writer:
 
     Where writing fails, blocks are given up once the tier is out of use: nobody was told that they are stored, and
     memory is for those that can be. They wait on where another process holds the tier. Records, and what is to be
-    forgotten, are tried again after each pause, erasing for as long as it takes.
+    forgotten, are tried again after each pause, erasing for as long as it takes. On a full disk forgetting does not
+    wait for the pause.
 
     stored        blocks written for good; stored_bytes: of their pages
     skipped       blocks given up
@@ -38,6 +39,7 @@ class Writer:
         self._limits = limits
         self._hurried = 0  # how many wait for all to be written
         self._stopping = False
+        self._forgets = True  # whether forgetting may be tried in a pause: it has not failed in this one
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
@@ -83,6 +85,8 @@ class Writer:
         with changed:
             while not self._stopping:
                 pause = guard.writing.wait_s
+                if pause > 0 and self._forgets and guard.writing.reason == "full" and backlog.forgets:
+                    return True
                 if pause > 0 and not guard.off:
                     changed.wait(pause)
                 elif guard.tier is None and not guard.off:
@@ -105,14 +109,17 @@ class Writer:
             self._backlog.changed.wait(left)
 
     def _do(self, work: Work) -> None:
+        forgets = isinstance(work, Drop | DropRecord | Erase)
         for again in (True, False):
             try:
-                self._guard.write(lambda tier: self._write(tier, work))
+                self._guard.write(lambda tier: self._write(tier, work), forgets)
             except StoreError as error:
                 if again and error.kind in RENEWED:
                     continue  # the tier has been begun anew
+                self._forgets = not forgets
                 self._failed(work, error)
             else:
+                self._forgets = True
                 self._backlog.done()
             return
 
