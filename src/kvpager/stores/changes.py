@@ -112,6 +112,10 @@ class Changes:
         """Cut off the log, as far as readers and the disk allow."""
         self._database.checkpoint()
 
+    def fit(self) -> None:
+        """Give back what the reserve has beyond its share, after a start with a lower limit."""
+        self._reserve.fit()
+
     def give_back(self, step: int = VACUUM_BYTES) -> None:
         """Give the database's free pages back to the disk. Raises StoreError."""
         self._database.checkpoint()
@@ -130,7 +134,7 @@ class Changes:
         if self._places.has_aside and self.quota.over(nbytes):
             self._places.forget_aside()
         if self.quota.over():
-            self._reserve.fit()
+            self.fit()
             self._trim()
         if not self._take():
             path, needed = self._places.path, self._reserve.nbytes
