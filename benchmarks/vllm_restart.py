@@ -4,8 +4,8 @@
     python benchmarks/vllm_restart.py [--prompt-tokens 7000] [--repeats 3] [--cold-disk] [--json]
 
 Two servers run: vLLM alone, and vLLM with the connector on a new store. They are asked in turn, so that what else the
-machine does hits both alike. A repeat is, for each: a prompt that none has seen (cold), the same again, and a short
-prompt with a long answer. Then the server with the connector is stopped, another one is started on its store, and is
+machine does hits both alike. A repeat is, for each: a short prompt with a long answer, a long prompt that none has seen
+(cold), and the same again. Then the server with the connector is stopped, another one is started on its store, and is
 asked for the prompts of all repeats (restart). Told are medians; whether the answers after the restart are those that
 vLLM alone gives when it has the prompt in its own cache (which computes what a cold prompt does in other pieces, and
 rounds otherwise in bfloat16); and what the store takes on disk.
@@ -130,8 +130,8 @@ def once(args: argparse.Namespace, ids: list[int], servers: dict[str, Server], n
     row: dict[str, Any] = {}
     for name in sorted(servers, reverse=bool(number % 2)):
         client = servers[name].client
-        row[name] = {"cold": ask(client, prompt, args.tokens), "again": ask(client, prompt, args.tokens)}
-        row[name]["token_s"] = decoded(client, short)
+        row[name] = {"token_s": decoded(client, short)}
+        row[name] |= {"cold": ask(client, prompt, args.tokens), "again": ask(client, prompt, args.tokens)}
     return row
 
 
@@ -205,6 +205,8 @@ def figures(rows: list[dict[str, Any]], restarted: list[First]) -> dict[str, Any
     found["same_restart"] = sum(one.tokens == other.tokens for one, other in zip(restarted, alone, strict=True))
     found["cached_restart"] = [one.cached for one in restarted]
     found["cold_s"] = [[row[name]["cold"].seconds for row in rows] for name in ("alone", "store")]
+    found["token_s"] = [[row[name]["token_s"] for row in rows] for name in ("alone", "store")]
+    found["restart_each_s"] = [one.seconds for one in restarted]
     found["repeats"] = len(rows)
     return found
 

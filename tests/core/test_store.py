@@ -36,7 +36,7 @@ def restarted(store, tokens=PROMPT, **config):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("budget", [None, 48])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("pool", [60, 400])
+@pytest.mark.parametrize("pool", [36, 60, 400])
 def test_after_a_restart_a_prompt_goes_on_as_if_nothing_had_happened(kernel, budget, dtype, pool):
     kind = {"kernel": kernel, "budget": budget, "shape": replace(SMALL, dtype=dtype), "pool": pool}
     whole = Fed(**kind)
@@ -292,7 +292,7 @@ events = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(events, st.sampled_from([None, 48]), st.sampled_from([26, 400]), st.sampled_from([2**20, 3000]))
+@given(events, st.sampled_from([None, 48]), st.sampled_from([26, 40, 64, 400]), st.sampled_from([2**20, 3000]))
 def test_random_histories_give_what_a_pager_without_a_store_gives(history, budget, pool, room):
     """Promise 1 over every state of the store: outputs are those of one sequence alone, computed from nothing."""
     store = MemoryStore(room=room)

@@ -102,7 +102,8 @@ def test_a_session_that_is_in_use_is_a_conflict(folder: str) -> None:
 
         server.engine.step = held
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             refused = [
                 server.post("/v1/completions", {"prompt": TEXT, "session": "talk"}),
                 server.client.delete("/v1/sessions/talk"),

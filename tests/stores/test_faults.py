@@ -326,7 +326,7 @@ FULL_DISK = """
     from pathlib import Path
     folder, way, size = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if way == "rlimit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size, resource.RLIM_INFINITY))
     elif ctypes.CDLL(None, use_errno=True).mount(b"tmpfs", bytes(folder), b"tmpfs", 0, b"size=%d" % size):
         raise SystemExit(os.strerror(ctypes.get_errno()))
     from tests.stores.disk import block, blocks, goes_on, opened, there
@@ -346,6 +346,9 @@ FULL_DISK = """
     kept = there(store, range(taken))
     refused = store.put([block(5000)])
     told = len(lines)
+    if way == "rlimit":  # a file that may not grow is not helped by what is deleted
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        clock.now += 1000
     erased = store.erase(MINE)
     after = there(store, range(taken))
     clock.now += 1000
@@ -368,10 +371,10 @@ def test_a_full_disk_stops_writing_and_nothing_else(tmp_path: Path) -> None:
     assert result["state"] in kinds
     assert set(result["errors"]) <= kinds
     assert result["stored"] + result["skipped"] == result["taken"]
-    assert 50 < result["stored"] < 400
+    assert 50 < result["stored"] < 1500
     assert len(result["kept"]) == result["stored"]
     assert result["refused"] == 0
-    assert result["told"] == 1
+    assert result["told"] == (1 if result["state"] == "full" else 2)  # "io" is told, and then that it is out of use
     mine = [number for number in result["kept"] if number % 2]
     assert result["erased"] == len(mine)
     assert result["after"] == [number for number in result["kept"] if number % 2 == 0]

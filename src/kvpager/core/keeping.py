@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Keeper", "Wanted"]
 
 BATCH = 8  # blocks that are handed to the store together: about 3 MB of a small model
+DIGESTS = 32  # blocks whose digests are put in place together: about a megabyte, which stays in a cache
 MOST_LOST = 1 << 16
 TICK_MOST = 1 << 30  # a clock that went further than this begins anew, for ticks are int32
 
@@ -101,34 +102,46 @@ class Keeper:
     def adopt(self, run: list[Wanted], root: bytes) -> list[int]:
         """Rows for blocks that are held here or in the store, one reference each: up to the first miss."""
         state, blocks = self._state, self._state.blocks
-        absent = [one.key for one in run if blocks.find(one.key) is None]
-        heads = dict(zip(absent, self.store.heads(absent), strict=True)) if absent else {}
-        rows: list[int] = []
+        rows, heads = self._found(run)
         fresh: list[tuple[int, BlockHead]] = []
-        for one in run:
-            row = blocks.find(one.key)
-            if row is not None:
-                name = blocks.name(row)
-                if name is None or name.tokens != one.tokens:
-                    break
-                blocks.share(row)
-                rows.append(row)
-                continue
-            head = heads.get(one.key)  # None, too, where a cached block has made way for a row just now
-            if head is None or not self._fits(head, one):
-                break
-            row = blocks.take()
-            state.fit()
+        for place, head in heads:
+            row = rows[place] = blocks.take()
+            one = run[place]
             blocks.register(row, Name(one.key, head.parent, root, head.depth, one.tokens, one.approximate))
-            rows.append(row)
             fresh.append((row, head))
+        state.fit()
         if fresh and not self._install(fresh):
-            first = rows.index(fresh[0][0])
+            first = heads[0][0]
             for row, _ in fresh:
                 blocks.unname(row)
             blocks.drop_all(rows[first:][::-1])
             return rows[:first]
         return rows
+
+    def _found(self, run: list[Wanted]) -> tuple[list[int], list[tuple[int, BlockHead]]]:
+        """The rows of those blocks that are held here, shared, up to the first miss; with places still to be filled
+        for the others, whose heads come by place.
+        """
+        blocks = self._state.blocks
+        absent = [one.key for one in run if blocks.find(one.key) is None]
+        heads = dict(zip(absent, self.store.heads(absent), strict=True)) if absent else {}
+        rows: list[int] = []
+        found: list[tuple[int, BlockHead]] = []
+        for place, one in enumerate(run):
+            row = blocks.find(one.key)
+            if row is None:
+                head = heads[one.key]
+                if head is None or not self._fits(head, one):
+                    break
+                found.append((place, head))
+                rows.append(-1)
+            else:
+                name = blocks.name(row)
+                if name is None or name.tokens != one.tokens:
+                    break
+                blocks.share(row)  # before a row is taken, for which it might have to make way
+                rows.append(row)
+        return rows, found
 
     def _fits(self, head: BlockHead, wanted: Wanted) -> bool:
         """Whether a head is of the block that is wanted. Its key says so too: no collision and no nonsense that
@@ -181,9 +194,10 @@ class Keeper:
             return
         size = digest.page_bytes * self._pages
         told = [(row, head) for row, head in fresh if head.digest_kind == digest.kind and len(head.digest) == size]
-        if told:
-            rows = np.array([row for row, _ in told], np.int64)
-            digest.load(rows, np.stack([np.frombuffer(head.digest, np.uint8) for _, head in told]))
+        for start in range(0, len(told), DIGESTS):
+            some = told[start : start + DIGESTS]
+            digests = np.stack([np.frombuffer(head.digest, np.uint8) for _, head in some])
+            digest.load(np.array([row for row, _ in some], np.int64), digests)
         known = {row for row, _ in told}
         others = np.array([row for row, _ in fresh if row not in known], np.int64)
         if not others.size:
@@ -200,7 +214,7 @@ class Keeper:
     # -- pages
 
     def bring(self, rows: IntArray) -> None:
-        """Read blocks [n] from the store into swap, as far as their pages are nowhere else.
+        """Read blocks [n] from the store into free frames or into swap, as far as their pages are nowhere else.
 
         Raises PageLost, naming the rows, for those that the store has lost, and SwapError; what was read stays.
         """

@@ -119,11 +119,16 @@ class Residency:
         """Read absent pages [n], each once, back into frames; the frames `needed` beside them are not taken."""
         assert self.swap is not None, "a page is absent though nothing is ever evicted"
         table, pool = self.table, self.pool
-        slots = table.slot.reshape(-1)[flat].astype(np.int64)
-        if (slots == ABSENT).any():
+        places = table.frame.reshape(-1)
+        elsewhere = flat[table.slot.reshape(-1)[flat] == ABSENT]
+        if elsewhere.size:
             assert self.bring is not None, "a page is neither in the pool nor in swap"
-            self.bring(np.unique(flat[slots == ABSENT] // (table.layers * table.heads)))
-            slots = table.slot.reshape(-1)[flat].astype(np.int64)
+            self.bring(np.unique(elsewhere // (table.layers * table.heads)))
+            came = places[flat] != ABSENT
+            needed = np.concatenate([needed, places[flat[came]]])
+            flat = flat[~came]
+            self.counters.recalls += int(came.sum())
+        slots = table.slot.reshape(-1)[flat].astype(np.int64)
         pool.pinned[needed] = True
         try:
             taken = pool.allocate(flat, self.make_room)
@@ -141,7 +146,7 @@ class Residency:
                 gone = flat[np.isin(slots, error.slots)] if error.slots else flat
                 error.rows = tuple(np.unique(gone // (table.layers * table.heads)).tolist())
             raise
-        table.frame.reshape(-1)[flat] = taken
+        places[flat] = taken
         pool.evictable[taken] = True
         self.counters.recalls += len(taken)
         self.counters.faults += 1
@@ -208,14 +213,20 @@ class Residency:
                 return
 
     def adopt(self, row: int, pages: Bytes) -> None:
-        """Put pages of a block that came from elsewhere into swap, uint8 [layers * H, page_bytes]: those that are
-        nowhere yet.
+        """Take in a block's pages that came from elsewhere, uint8 [layers * H, page_bytes]: those that are nowhere yet.
 
-        Raises SwapError with nothing changed, but that blocks kept for reuse may have made way.
+        They go to frames while plenty are free, else to swap. Raises SwapError with nothing changed, but that blocks
+        kept for reuse may have made way.
         """
         assert self.swap is not None
         frames, slots = self.table.frame[row].reshape(-1), self.table.slot[row].reshape(-1)
         missing = np.flatnonzero((frames == ABSENT) & (slots == ABSENT))
+        if self.pool.free_count - len(missing) > self._watermark:
+            taken = self.pool.allocate(row * len(frames) + missing)
+            self.storage.load(taken, pages[missing] if len(missing) < len(pages) else pages)
+            frames[missing] = taken
+            self.pool.evictable[taken] = True
+            return
         while True:
             try:
                 slots[missing] = self.swap.write(pages, missing)

@@ -166,6 +166,11 @@ class Chain:
             work.done.wait(max(0.0, ends - time.monotonic()))
         return max(work.count for work in works)
 
+    def yields(self, computing: bool) -> None:
+        """Whether the owner computes with all processors just now: blocks are written later then, if there is room."""
+        for level in self._levels:
+            level.writer.yields(computing)
+
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits to be written, for so many seconds at most; returns whether that is so."""
         ends = time.monotonic() + timeout

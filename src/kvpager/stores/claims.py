@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import struct
 from pathlib import Path
@@ -19,7 +20,7 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
 class Claims:
-    """Bytes of a file that are locked, one for each key (its first 62 bits say which).
+    """Bytes of a file that are locked, one for each key (62 bits of its SHA-256 say which).
 
     Linux locks them for the open file (F_OFD_SETLK), so two stores in one process keep each other out as two processes
     do. Elsewhere the locks are the process's (lockf): there, one process should open a store only once.
@@ -41,7 +42,9 @@ class Claims:
             return False
 
     def open(self) -> None:
-        """Open the file, made where it is missing, and take again what was claimed; raises OSError."""
+        """Open the file, made where it is missing; claims in one that is gone are made again in it. Raises OSError."""
+        if self._fd is not None and self._still_there(self._fd):
+            return
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -50,6 +53,12 @@ class Claims:
         if os.fstat(fd).st_size != len(MARK):
             os.pwrite(fd, MARK, 0)
         self._held = {key for key in self._held if _lock(fd, key, fcntl.F_WRLCK)}
+
+    def _still_there(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path))
+        except OSError:
+            return False
 
     def take(self, key: bytes) -> bool:
         """Claim a key; False where it is claimed already, here or elsewhere. Raises OSError."""
@@ -76,7 +85,7 @@ class Claims:
 
 def _lock(fd: int, key: bytes, kind: int) -> bool:
     """Lock or unlock one byte; False where another one has it locked."""
-    start = 0 if key == MENDING else 1 + (int.from_bytes(key[:8], "big") >> 2)
+    start = 0 if key == MENDING else 1 + (int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 2)
     command = getattr(fcntl, "F_OFD_SETLK", None)
     try:
         if command is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from kvpager.errors import StoreDamaged
 from kvpager.stored import BlockHead, Scores, StoredBlock
 from kvpager.stores.change import Change
-from kvpager.stores.codec import encode, encode_head, read_head
-from kvpager.stores.header import Compression
+from kvpager.stores.codec import encode, encode_head
+from kvpager.stores.header import Compression, Header
 from kvpager.stores.packages import xxh3
 
 __all__ = [
@@ -110,15 +110,15 @@ def touch(change: Change, keys: Iterable[bytes]) -> None:
     )
 
 
-def rescore(change: Change, news: Scores) -> None:
-    """Set a block's scores and add its hits, if it is there."""
+def rescore(change: Change, number: int, news: Scores) -> None:
+    """Set the scores of the block with this id and add its hits, if it is there."""
     connection, stamp = change.connection, change.stamp
-    row = connection.execute("SELECT id, hits FROM blocks WHERE key = ?", (news.key,)).fetchone()
-    if row is None:
-        return
-    number, hits = row[0], row[1] + news.hits
     connection.execute("UPDATE scores SET scores = ? WHERE id = ?", (seal(news.key, news.scores), number))
-    if news.hits:
+    if not news.hits:
+        return
+    row = connection.execute("SELECT hits FROM blocks WHERE id = ?", (number,)).fetchone()
+    if row is not None:
+        hits = row[0] + news.hits
         connection.execute(
             "UPDATE blocks SET hits = ?, worth = ?, used = ?, seen = ? WHERE id = ?",
             (hits, stamp.worth(hits), stamp.use, stamp.seen, number),
@@ -141,7 +141,12 @@ def remove_blocks(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
 def head_of(row: tuple[bytes, bytes, int], key: bytes) -> BlockHead:
     """The head of a row of (head, scores, hits); raises StoreDamaged where it is not that of this block."""
     packed, scores, hits = row
-    head = read_head(packed)
+    header = Header.parse(packed)
+    head = header.head
+    if header.header_bytes != len(packed):
+        raise StoreDamaged(
+            f"the head of block {header.name} has {len(packed)} bytes, and {header.header_bytes} are its own"
+        )
     if head.key != key:
         raise StoreDamaged(f"the head of block {head.key[:6].hex()} lies where that of {key[:6].hex()} should")
     return head.rescored(unseal(key, scores), hits)
@@ -166,9 +171,9 @@ def counter(connection: sqlite3.Connection, name: str) -> int:
     return value
 
 
-def bump(connection: sqlite3.Connection, name: str) -> int:
-    """Add one to a counter; returns its value."""
+def bump(connection: sqlite3.Connection, name: str, by: int = 1) -> int:
+    """Add to a counter; returns its value."""
     rows: Iterable[tuple[int]] = connection.execute(
-        "UPDATE counters SET value = value + 1 WHERE name = ? RETURNING value", (name,)
+        "UPDATE counters SET value = value + ? WHERE name = ? RETURNING value", (by, name)
     ).fetchall()
     return next(iter(rows))[0]

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -45,6 +46,7 @@ __all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous", "Te
 Synchronous = Literal["normal", "full"]
 SYNCHRONOUS: tuple[str, ...] = get_args(Synchronous)
 LEAST_LIMIT_BYTES = 4 * 2**20
+RESCORED = 512  # blocks that one transaction tells news of
 
 
 @dataclass(frozen=True)
@@ -211,18 +213,25 @@ class SqliteStore:
         if self._unfinished:  # a process ended while it was erasing
             purge(self._changes)
             self._unfinished = False
-        self._changes.prepare()
+        self._changes.prepare(sum(rows.nbytes for rows in made))
         with self._changes.transaction() as change:
             added = [row for rows in made if (row := self._put(change, rows))]
         self._index.add(added)
         return len(added)
 
     def update(self, news: Sequence[Scores], tick: int) -> None:
-        """Set scores, add hits, and note the tick; blocks that are not there are left out. Raises StoreError."""
-        with self._changes.transaction() as change:
-            change.connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'tick'", (tick,))
-            for one in news:
-                rescore(change, one)
+        """Set scores, add hits, and note the tick; blocks that are not there are left out. Raises StoreError.
+
+        Many are several transactions, so that the log stays within its bounds.
+        """
+        self._database.open()
+        found = [(number, one) for one in news if (number := self._index.get(one.key)) is not None]
+        found.sort(key=itemgetter(0))  # rows beside each other share pages
+        for begin in range(0, max(1, len(found)), RESCORED):
+            with self._changes.transaction() as change:
+                change.connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'tick'", (tick,))
+                for number, one in found[begin : begin + RESCORED]:
+                    rescore(change, number, one)
         self._tick = max(self._tick, tick)
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -235,7 +244,7 @@ class SqliteStore:
     def save_record(self, key: bytes, tenant: bytes, record: bytes) -> None:
         """Store a record in the place of an older one. Raises StoreError: StoreFull where nothing may make way."""
         sealed = seal(key, record)
-        self._changes.prepare()
+        self._changes.prepare(len(sealed))
         with self._changes.transaction() as change:
             remove_record(change, key)
             if not self._quota.fit(change, tenant, len(sealed)):
@@ -338,6 +347,7 @@ class SqliteStore:
         touch(change, (head.key, head.parent))  # neither makes way for this one or for what follows
         if id_of(change.connection, head.key) is not None:
             return None
-        if not self._quota.fit(change, head.tenant, rows.nbytes):
+        alone = head.depth > 0 and id_of(change.connection, head.parent) is None
+        if not self._quota.fit(change, head.tenant, rows.nbytes, alone):
             return None
         return head.key, insert_block(change, rows)

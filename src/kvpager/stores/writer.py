@@ -37,6 +37,7 @@ class Writer:
         self._guard = guard
         self._backlog = backlog
         self._limits = limits
+        self._yields = False  # whether blocks wait for now
         self._hurried = 0  # how many wait for all to be written
         self._stopping = False
         self._forgets = True  # whether forgetting may be tried in a pause: it has not failed in this one
@@ -47,6 +48,12 @@ class Writer:
         if self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name="kvpager-store-writer", daemon=True)
             self._thread.start()
+
+    def yields(self, computing: bool) -> None:
+        """While its owner computes with all processors, blocks wait, as long as less than half of what may wait does."""
+        with self._backlog.changed:
+            self._yields = computing
+            self._backlog.changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits, for so many seconds at most; returns whether that is so."""
@@ -78,6 +85,10 @@ class Writer:
                     self._do(work)
             elif self._guard.off:
                 self._abandon()
+            self._backlog.left(self._give_back)
+
+    def _give_back(self, key: bytes) -> None:
+        self._guard.aside(lambda tier: tier.release(key), None)
 
     def _wait(self) -> bool:
         """Wait until there is something that may be done; returns whether to go on."""
@@ -91,7 +102,7 @@ class Writer:
                     changed.wait(pause)
                 elif guard.tier is None and not guard.off:
                     return True
-                elif backlog.idle:
+                elif backlog.idle or self._puts_off:
                     changed.wait()
                 elif backlog.ripe(self._limits.batch_bytes) or self._hurried:
                     return True
@@ -99,6 +110,13 @@ class Writer:
                     self._linger()
                     return not self._stopping
         return False
+
+    @property
+    def _puts_off(self) -> bool:
+        forgets = bool(self._backlog.forgets)
+        return (
+            self._yields and not self._hurried and not forgets and self._backlog.bytes < self._limits.waiting_bytes // 2
+        )
 
     def _linger(self) -> None:
         """Wait a little for more, so that a batch is worth its transaction."""

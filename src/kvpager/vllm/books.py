@@ -111,7 +111,8 @@ class Books:
             if followed is not None:
                 saves += self._offer(followed, count, blocks)
         loads, self._loads = self._loads, []
-        return Plan(loads, saves, sorted(ended), not scheduled)
+        prompts = any(count > 1 for count in scheduled.values())
+        return Plan(loads, saves, sorted(ended), not scheduled, prompts)
 
     def failed(self, blocks: Collection[int]) -> None:
         """Blocks of these numbers could not be loaded."""

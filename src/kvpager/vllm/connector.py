@@ -150,7 +150,7 @@ class KVPagerConnector(KVConnectorBase_V1):
         identity = identify(self._vllm_config, kv_caches)
         self._namespace = identity.namespace
         pages = Pages(views(kv_caches), str(dict(identity.layout)))
-        self._transfers = Transfers(self._store, pages, identity.rank[0])
+        self._transfers = Transfers(self._store, pages, identity.rank[0], self._store.yields)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this worker's blocks depend on."""

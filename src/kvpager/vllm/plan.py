@@ -47,9 +47,11 @@ class Plan:
     loads, saves  what to begin to read, and what to copy out after the forward pass
     ended         requests that have finished or were preempted: their blocks may be filled anew in this step
     idle          whether nothing is computed in this step
+    prompts       whether parts of prompts are: it takes long, and all processors
     """
 
     loads: Sequence[Load] = field(default=())
     saves: Sequence[Save] = field(default=())
     ended: Sequence[str] = field(default=())
     idle: bool = False
+    prompts: bool = False

@@ -21,6 +21,8 @@ from kvpager.stores import (
 
 __all__ = ["Settings"]
 
+BATCH_BYTES = 16 * 2**20  # vLLM's blocks are of several MB each
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -37,7 +39,7 @@ class Settings:
     store_limit: str | int = "10GiB"
     store_sync: Synchronous = "normal"
     store_compression: Compression = "none"
-    store_waiting: str | int = "64MiB"
+    store_waiting: str | int = "256MiB"
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, str) or not self.store or Path(self.store).expanduser().is_dir():
@@ -69,5 +71,5 @@ class Settings:
             synchronous=self.store_sync,
             compression=self.store_compression,
             itemsize=itemsize,
-            limits=Limits(waiting_bytes=parse_size(self.store_waiting)),
+            limits=Limits(waiting_bytes=parse_size(self.store_waiting), batch_bytes=BATCH_BYTES),
         )

@@ -27,16 +27,22 @@ class Transfers:
     store   what is saved into and loaded from; closed by `close`
     pages   vLLM's blocks
     rank    of this worker, by which it chooses among keys
+    yields  told when a step begins to compute prompts, and when it has: the store may put off writing meanwhile
     clock   seconds, for what is counted
 
     All methods belong to the worker's thread; one thread of its own loads.
     """
 
     def __init__(
-        self, store: BlockStore, pages: Pages, rank: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        store: BlockStore,
+        pages: Pages,
+        rank: int = 0,
+        yields: Callable[[bool], None] = lambda computing: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
-        self._store, self._pages, self._rank, self._clock = store, pages, rank, clock
+        self._store, self._pages, self._rank, self._yields, self._clock = store, pages, rank, yields, clock
         self._looked = -_LOOK_S
         self._offered: deque[Save] = deque()
         self._whole_room = store.room
@@ -52,6 +58,8 @@ class Transfers:
 
     def begin(self, plan: Plan) -> None:
         """Before vLLM fills blocks anew: what is left of requests that have ended is saved now, or never."""
+        if plan.prompts:
+            self._yields(True)
         ended = set(plan.ended)
         if not ended:
             return
@@ -80,6 +88,8 @@ class Transfers:
         """Copy out what is full after this step's forward pass, as far as the store has room."""
         self._offered += plan.saves
         self._save()
+        if plan.prompts:
+            self._yields(False)
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have ended since the last call, well or not."""
@@ -164,6 +174,8 @@ class Transfers:
                     self.counts.add("lost_blocks", len(load.blocks) - done)
                 self._ended.add(load.request)
                 self._changed.notify_all()
+            news = [Scores(ranks[self._rank], b"", 1) for ranks in load.keys[:done]]
+            self._store.update(news, self._store.tick)
 
     def _fill(self, load: Load) -> int:
         """Read blocks, the first first; returns how many are there, all before the first that is not."""
@@ -173,7 +185,6 @@ class Transfers:
             part = slice(start, start + _AT_ONCE)
             keys = [ranks[self._rank] for ranks in load.keys[part]]
             filled = self._fill_some(keys, load.blocks[part])
-            self._store.update([Scores(key, b"", 1) for key in keys[:filled]], self._store.tick)
             self.counts.add("loaded_blocks", filled)
             self.counts.add("loaded_bytes", filled * self._pages.nbytes)
             if filled < len(load.blocks[part]):
