@@ -50,7 +50,7 @@ class Writer:
             self._thread.start()
 
     def yields(self, computing: bool) -> None:
-        """While the owner computes with all processors, blocks wait, as long as less than half of what may wait does."""
+        """While the owner computes with all processors blocks wait, as long as less than half of what may wait does."""
         with self._backlog.changed:
             self._yields = computing
             self._backlog.changed.notify_all()
