@@ -396,7 +396,7 @@ def test_a_missing_package_is_told_and_not_counted_as_a_fault() -> None:
         Chain([opener])
 
 
-def test_blocks_wait_while_their_owner_computes_and_less_than_half_of_what_may_wait_does(
+def test_blocks_wait_while_their_owner_computes_and_less_than_three_quarters_of_what_may_wait_do(
     make: Make, tier: FakeTier
 ) -> None:
     chain = make(waiting_bytes=10 * SIZE, batch_bytes=SIZE)
@@ -410,7 +410,7 @@ def test_blocks_wait_while_their_owner_computes_and_less_than_half_of_what_may_w
     chain.put([block(number) for number in range(4)])
     assert chain.stats().waiting == 4
     chain.put([block(number) for number in range(4, 8)])
-    assert settled(4), "more than half is written"
+    assert settled(7), "what is more is written"
     chain.yields(False)
     assert settled(0)
     chain.yields(True)

@@ -50,7 +50,7 @@ class Writer:
             self._thread.start()
 
     def yields(self, computing: bool) -> None:
-        """While the owner computes with all processors blocks wait, as long as less than half of what may wait does."""
+        """While the owner computes with all processors, blocks wait until three quarters of what may wait do."""
         with self._backlog.changed:
             self._yields = computing
             self._backlog.changed.notify_all()
@@ -113,10 +113,9 @@ class Writer:
 
     @property
     def _puts_off(self) -> bool:
-        forgets = bool(self._backlog.forgets)
-        return (
-            self._yields and not self._hurried and not forgets and self._backlog.bytes < self._limits.waiting_bytes // 2
-        )
+        if not self._yields or self._hurried or self._backlog.forgets:
+            return False
+        return self._backlog.bytes < self._limits.waiting_bytes * 3 // 4
 
     def _linger(self) -> None:
         """Wait a little for more, so that a batch is worth its transaction."""
