@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvpager.errors import StoreFull
+from kvpager.errors import StoreFull, StoreLocked
 from kvpager.stores.change import Change, Stamp
 from kvpager.stores.database import Database
 from kvpager.stores.index import Index
@@ -121,7 +121,7 @@ class Changes:
         """What comes before a block is written: the reserve is there, and what is on disk is within the limit.
 
         The latter matters after a start with a lower limit, and where the log has grown under a reader. Raises
-        StoreError; StoreFull where the disk has no room for the reserve.
+        StoreError: StoreFull where the disk has no room for the reserve, StoreLocked where a reader stays.
         """
         self._database.open()
         if self._database.readonly:
@@ -138,9 +138,10 @@ class Changes:
         self._database.checkpoint()
         if self.quota.over:
             self._places.forget_aside()
-        done = False
-        while self.quota.over and not done:
+        more = True
+        while self.quota.over and more:
             with self.transaction() as change:
-                before = change.dropped
-                done = self.quota.shrink(change, self.step) or change.dropped == before
+                more = not self.quota.shrink(change, self.step) and change.dropped > 0
             self.give_back()
+        if self.quota.over:
+            raise StoreLocked(f"store {self._places.path}: somebody reads it, and its log can't be cut off for so long")

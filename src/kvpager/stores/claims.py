@@ -41,7 +41,9 @@ class Claims:
             return False
 
     def open(self) -> None:
-        """Open the file, made where it is missing, and take again what was claimed; raises OSError."""
+        """Open the file, made where it is missing; claims in one that is gone are made again in it. Raises OSError."""
+        if self._fd is not None and self._still_there(self._fd):
+            return
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -50,6 +52,12 @@ class Claims:
         if os.fstat(fd).st_size != len(MARK):
             os.pwrite(fd, MARK, 0)
         self._held = {key for key in self._held if _lock(fd, key, fcntl.F_WRLCK)}
+
+    def _still_there(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path))
+        except OSError:
+            return False
 
     def take(self, key: bytes) -> bool:
         """Claim a key; False where it is claimed already, here or elsewhere. Raises OSError."""

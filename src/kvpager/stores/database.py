@@ -172,8 +172,9 @@ class Database:
             raise StoreUnavailable(
                 "readonly", f"store {places.path} has version {version}, and can't be brought to {VERSION}"
             )
-        self._inode = places.inode()
+        inode = places.inode()
         self._opened(connection)
+        self._inode = inode
         if emptied:
             raise StoreUnavailable("lost", f"store {places.path} was emptied, and is begun anew")
 
@@ -211,6 +212,14 @@ class Database:
             isolation_level=None,
             check_same_thread=False,
         )
+        try:
+            self._set_up(connection, cache)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _set_up(self, connection: sqlite3.Connection, cache: int) -> None:
         for pragma in (
             f"cache_size = -{cache}",
             f"synchronous = {self._synchronous}",
@@ -222,7 +231,6 @@ class Database:
             "trusted_schema = OFF",
         ):
             connection.execute(f"PRAGMA {pragma}").fetchall()
-        return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Make the tables, or bring them to this version; then the log (WAL), which readers and the writer share."""

@@ -28,6 +28,7 @@ class Places:
         self.log = self._beside("-wal")
         self.lock = self._beside(".lock")
         self.reserve = self._beside(".reserve")
+        self._aside: list[Path] = []  # what was put aside, as it was last looked for
 
     def uri(self, query: str) -> str:
         """For SQLite."""
@@ -53,7 +54,7 @@ class Places:
     def nbytes(self) -> int:
         """Bytes of all that belongs to the store, what was put aside included."""
         paths = [self._beside(part) for part in _PARTS]
-        return sum(max(0, _size(path)) for path in [*paths, self.lock, self.reserve, *self._aside()])
+        return sum(max(0, _size(path)) for path in [*paths, self.lock, self.reserve, *self._aside])
 
     @property
     def disk_bytes(self) -> int:
@@ -82,6 +83,7 @@ class Places:
     def make_folder(self) -> None:
         """Make the folder with mode 0700 where it is missing; raises OSError."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._aside = self._look_aside()
 
     def make_file(self) -> bool:
         """Make the file where it is missing, and see to its mode, 0600; False where it can only be read.
@@ -101,25 +103,27 @@ class Places:
 
     def put_aside(self) -> None:
         """Give the database, with its log, another name; of those put aside before, none is kept. Raises OSError."""
-        before = self._aside()
+        before = self._look_aside()
         number = 1 + max([0, *(int(path.name.rpartition("-")[2]) for path in before if path.name[-1].isdigit())])
         for part in _PARTS:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._beside(part), self._beside(f".damaged-{number}{part}"))
         for path in before:
             path.unlink(missing_ok=True)
+        self._aside = self._look_aside()
 
     def forget_aside(self) -> None:
         """Remove what was put aside; raises OSError."""
-        for path in self._aside():
+        for path in self._aside:
             path.unlink(missing_ok=True)
+        self._aside = []
 
     def explain(self, error: OSError) -> tuple[str, str]:
         """A kind and a message for StoreUnavailable."""
         readonly = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         return "readonly" if readonly else "io", f"store {self.path} can't be opened: {error.strerror}"
 
-    def _aside(self) -> list[Path]:
+    def _look_aside(self) -> list[Path]:
         pattern = re.compile(re.escape(self.path.name) + r"\.damaged-\d+(-wal|-shm)?")
         try:
             names = os.listdir(self.path.parent)

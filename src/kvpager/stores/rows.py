@@ -110,15 +110,15 @@ def touch(change: Change, keys: Iterable[bytes]) -> None:
     )
 
 
-def rescore(change: Change, news: Scores) -> None:
-    """Set a block's scores and add its hits, if it is there."""
+def rescore(change: Change, number: int, news: Scores) -> None:
+    """Set the scores of the block with this id and add its hits, if it is there."""
     connection, stamp = change.connection, change.stamp
-    row = connection.execute("SELECT id, hits FROM blocks WHERE key = ?", (news.key,)).fetchone()
-    if row is None:
-        return
-    number, hits = row[0], row[1] + news.hits
     connection.execute("UPDATE scores SET scores = ? WHERE id = ?", (seal(news.key, news.scores), number))
-    if news.hits:
+    if not news.hits:
+        return
+    row = connection.execute("SELECT hits FROM blocks WHERE id = ?", (number,)).fetchone()
+    if row is not None:
+        hits = row[0] + news.hits
         connection.execute(
             "UPDATE blocks SET hits = ?, worth = ?, used = ?, seen = ? WHERE id = ?",
             (hits, stamp.worth(hits), stamp.use, stamp.seen, number),

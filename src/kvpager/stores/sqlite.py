@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -45,6 +46,7 @@ __all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous", "Te
 Synchronous = Literal["normal", "full"]
 SYNCHRONOUS: tuple[str, ...] = get_args(Synchronous)
 LEAST_LIMIT_BYTES = 4 * 2**20
+RESCORED = 512  # blocks that one transaction tells news of
 
 
 @dataclass(frozen=True)
@@ -218,11 +220,18 @@ class SqliteStore:
         return len(added)
 
     def update(self, news: Sequence[Scores], tick: int) -> None:
-        """Set scores, add hits, and note the tick; blocks that are not there are left out. Raises StoreError."""
-        with self._changes.transaction() as change:
-            change.connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'tick'", (tick,))
-            for one in news:
-                rescore(change, one)
+        """Set scores, add hits, and note the tick; blocks that are not there are left out. Raises StoreError.
+
+        Many are several transactions, so that the log stays within its bounds.
+        """
+        self._database.open()
+        found = [(number, one) for one in news if (number := self._index.get(one.key)) is not None]
+        found.sort(key=itemgetter(0))  # rows beside each other share pages
+        for begin in range(0, max(1, len(found)), RESCORED):
+            with self._changes.transaction() as change:
+                change.connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'tick'", (tick,))
+                for number, one in found[begin : begin + RESCORED]:
+                    rescore(change, number, one)
         self._tick = max(self._tick, tick)
 
     def drop(self, keys: Sequence[bytes]) -> None:
