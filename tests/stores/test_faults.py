@@ -19,7 +19,7 @@ from kvpager.stores.sqlite import SqliteStore
 from tests.stores.disk import LIMIT, RECORD, block, blocks, fill, flip, goes_on, opened, run, start, there
 from tests.stores.fake import NOBODY, SETTLED, Clock, key_of
 
-MINE = b"mine".ljust(16, b"\0")
+pytestmark = pytest.mark.promise(4)
 
 
 @pytest.fixture
@@ -239,6 +239,27 @@ def test_a_file_that_is_deleted_under_us_is_begun_anew(
     again.close()
 
 
+def test_a_store_stays_within_its_limit_over_restarts_and_after_it_was_deleted(path: Path) -> None:
+    limit, written = 5 * 10**6, 0
+    for _ in range(3):
+        store = opened(path, limit_bytes=limit)
+        for _ in range(8):
+            assert store.put(blocks(range(written, written + 40))) == 40
+            written += 40
+            assert store.flush(SETTLED)
+            on_disk = sum(file.stat().st_size for file in path.parent.iterdir())
+            assert on_disk <= limit + limit // 8  # a batch beside it
+            assert store.stats().bytes == on_disk
+            assert there(store, [written - 1]) == [written - 1]
+        assert store.stats().dropped > 200
+        assert 20 < store.stats().blocks < 80
+        store.close()
+    path.unlink()
+    store = opened(path, limit_bytes=limit)
+    goes_on(store)
+    store.close()
+
+
 # ---- what the disk and others do
 
 READ_ONLY = """
@@ -305,7 +326,7 @@ FULL_DISK = """
     from pathlib import Path
     folder, way, size = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if way == "rlimit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size, resource.RLIM_INFINITY))
     elif ctypes.CDLL(None, use_errno=True).mount(b"tmpfs", bytes(folder), b"tmpfs", 0, b"size=%d" % size):
         raise SystemExit(os.strerror(ctypes.get_errno()))
     from tests.stores.disk import block, blocks, goes_on, opened, there
@@ -325,6 +346,9 @@ FULL_DISK = """
     kept = there(store, range(taken))
     refused = store.put([block(5000)])
     told = len(lines)
+    if way == "rlimit":  # a file that may not grow is not helped by what is deleted
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        clock.now += 1000
     erased = store.erase(MINE)
     after = there(store, range(taken))
     clock.now += 1000
@@ -347,10 +371,10 @@ def test_a_full_disk_stops_writing_and_nothing_else(tmp_path: Path) -> None:
     assert result["state"] in kinds
     assert set(result["errors"]) <= kinds
     assert result["stored"] + result["skipped"] == result["taken"]
-    assert 50 < result["stored"] < 400
+    assert 50 < result["stored"] < 1500
     assert len(result["kept"]) == result["stored"]
     assert result["refused"] == 0
-    assert result["told"] == 1
+    assert result["told"] == (1 if result["state"] == "full" else 2)  # "io" is told, and then that it is out of use
     mine = [number for number in result["kept"] if number % 2]
     assert result["erased"] == len(mine)
     assert result["after"] == [number for number in result["kept"] if number % 2 == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvpager.stores.chain import Chain
@@ -23,6 +24,9 @@ __all__ = [
     "Synchronous",
     "open_store",
 ]
+
+BATCHES = 16
+"""A batch is at most this part of what the file may grow to, which it may exceed by one batch for a moment."""
 
 
 def open_store(
@@ -65,4 +69,6 @@ def open_store(
     xxh3()
     if compression != "none":
         zstandard()
-    return Chain([opener], limits, clock)
+    limits = limits if limits is not None else Limits()
+    batch_bytes = max(1, min(limits.batch_bytes, limit_bytes // BATCHES))
+    return Chain([opener], replace(limits, batch_bytes=batch_bytes), clock)

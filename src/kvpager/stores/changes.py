@@ -61,10 +61,10 @@ class Changes:
         drops, touched = None, dict(self.touched) if touches else {}
         try:
             with self._database.writing() as connection:
-                stamp = Stamp(bump(connection, "use"), counter(connection, "age"), int(self._wall()))
+                stamp = Stamp(bump(connection, "use", 2), counter(connection, "age"), int(self._wall()))
                 connection.executemany(
                     "UPDATE blocks SET worth = max(worth, ?), used = ?, seen = ? WHERE id = ?",
-                    [(stamp.worth(hits), stamp.use, stamp.seen, number) for number, hits in touched.items()],
+                    [(stamp.worth(hits), stamp.use - 1, stamp.seen, number) for number, hits in touched.items()],
                 )
                 change = Change(connection, stamp)
                 yield change
@@ -127,6 +127,7 @@ class Changes:
         if self._database.readonly:
             return  # the transaction says so
         if self.quota.over:
+            self._reserve.fit()
             self._trim()
         needed = self._reserve.nbytes
         if not self._reserve.take():

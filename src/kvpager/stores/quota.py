@@ -6,7 +6,8 @@ logarithm of the hits, so that a thousand of them outlast ten times the store's 
 equals the least recently used goes first, by a counter in the database and not by a clock.
 
 A block whose parent is gone can't be found. So a block counts as no less, and as used no earlier, than any after it,
-and goes only when none is after it. What the running transaction uses stays.
+and goes only when none is after it; one that comes alone, without the one before it, makes nobody go. What the running
+transaction uses stays.
 """
 
 from __future__ import annotations
@@ -82,21 +83,26 @@ class Quota:
         """Whether more is on disk than the limit."""
         return self._places.nbytes > self.limit_bytes
 
-    def fit(self, change: Change, tenant: bytes, nbytes: int) -> bool:
-        """Make room for so many bytes of a tenant; False where whatever may make way is not enough."""
-        if self._tenant_limit is not None and tenant != NOBODY:
-            excess = tenant_bytes(change.connection, tenant) + nbytes - self._tenant_limit
-            if nbytes > self._tenant_limit:
-                return False
-            if excess > 0 and not self._free_of(change, tenant, excess):
-                return False
-        if nbytes > self.budget:
-            return False
+    def fit(self, change: Change, tenant: bytes, nbytes: int, alone: bool = False) -> bool:
+        """Whether there is room for so many bytes of a tenant, which others make way for unless it is `alone`."""
         needed = nbytes + nbytes // 64 + PAGE_BYTES
+        excess = self._excess(change, tenant, nbytes)
+        if needed > self.budget or excess > nbytes:
+            return False
+        if excess > 0 and (alone or not self._free_of(change, tenant, excess)):
+            return False
         while used_bytes(change.connection) + needed > self.budget:
-            if not self._one_less(change, needed):
+            if alone or not self._one_less(change, needed):
                 return False
         return True
+
+    def _excess(self, change: Change, tenant: bytes, nbytes: int) -> int:
+        """Bytes by which a tenant would be over its limit; more than `nbytes` where nothing of its own can make way."""
+        if self._tenant_limit is None or tenant == NOBODY:
+            return 0
+        if nbytes > self._tenant_limit:
+            return nbytes + 1
+        return tenant_bytes(change.connection, tenant) + nbytes - self._tenant_limit
 
     def shrink(self, change: Change, most: int, nbytes: int | None = None) -> bool:
         """Let at most so many go; whether all will then be within the limit (or so many bytes) on disk."""

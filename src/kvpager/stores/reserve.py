@@ -47,6 +47,12 @@ class Reserve:
             os.close(fd)
         return True
 
+    def fit(self) -> None:
+        """Give back what is more than `nbytes`, where it was taken for a larger limit."""
+        with contextlib.suppress(OSError):
+            if os.stat(self.path).st_size > self.nbytes:
+                os.truncate(self.path, self.nbytes)
+
     def give_up(self) -> None:
         """Give the space back to the disk."""
         with contextlib.suppress(OSError):

@@ -166,9 +166,9 @@ def counter(connection: sqlite3.Connection, name: str) -> int:
     return value
 
 
-def bump(connection: sqlite3.Connection, name: str) -> int:
-    """Add one to a counter; returns its value."""
+def bump(connection: sqlite3.Connection, name: str, by: int = 1) -> int:
+    """Add to a counter; returns its value."""
     rows: Iterable[tuple[int]] = connection.execute(
-        "UPDATE counters SET value = value + 1 WHERE name = ? RETURNING value", (name,)
+        "UPDATE counters SET value = value + ? WHERE name = ? RETURNING value", (by, name)
     ).fetchall()
     return next(iter(rows))[0]

@@ -347,6 +347,7 @@ class SqliteStore:
         touch(change, (head.key, head.parent))  # neither makes way for this one or for what follows
         if id_of(change.connection, head.key) is not None:
             return None
-        if not self._quota.fit(change, head.tenant, rows.nbytes):
+        alone = head.depth > 0 and id_of(change.connection, head.parent) is None
+        if not self._quota.fit(change, head.tenant, rows.nbytes, alone):
             return None
         return head.key, insert_block(change, rows)
