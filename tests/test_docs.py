@@ -77,7 +77,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     from tests.small_llm import save_folder
 
     folder = str(save_folder(tmp_path_factory.mktemp("model")))
-    with real_server(folder, names=("smollm2-135m",)) as live:
+    store = tmp_path_factory.mktemp("store") / "store.db"
+    with real_server(folder, store=store, names=("smollm2-135m",)) as live:
         yield live
 
 

@@ -221,7 +221,7 @@ class Scripted:
     def __init__(self, step: Any) -> None:
         self.step, self.added, self.aborted, self.closed = step, [], [], 0
 
-    def add(self, request_id: str, prompt: Any, params: Any) -> None:
+    def add(self, request_id: str, prompt: Any, params: Any, *, session: Any) -> None:
         self.added.append(request_id)
 
     def abort(self, request_id: str) -> bool:

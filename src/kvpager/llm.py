@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from itertools import count
 from reprlib import repr as brief
 from types import TracebackType
@@ -14,13 +13,14 @@ from kvpager import bars, build
 from kvpager.config import DigestKind, DType, KernelName, Mode, PolicyName
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.text import require_text
-from kvpager.errors import EngineStopped, InputError, StepError
+from kvpager.errors import EngineStopped, InputError, SessionBusy, StepError
 from kvpager.models.chat import chat_ids
+from kvpager.results import Answer, Completion, RequestResult
 
 if TYPE_CHECKING:
     from kvpager.build import WeightsName
     from kvpager.engine.engine import Engine
-    from kvpager.engine.outputs import EngineStats, FinishReason, Output, TokenLogprob, Usage
+    from kvpager.engine.outputs import EngineStats, Output
     from kvpager.models import LoadedModel
 
 __all__ = ["LLM", "Completion", "Message", "Prompt", "RequestResult"]
@@ -31,43 +31,6 @@ Message = Mapping[str, str]
 """One turn of a conversation: `role` and `content`."""
 
 MOST_WAITING = 2**31 - 1  # offline nobody is refused because others wait
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer: `index` is its number among the request's n.
-
-    logprobs       of its tokens, where the parameters ask for them
-    stop_reason    the stop string or token id that ended it; None for the model's own end mark
-    usage          what it cost: tokens, cached tokens, pages, coverage, times
-    error          why it failed, with finish_reason "error"
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    usage: Usage | None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class RequestResult:
-    """What became of one prompt: its token ids and its n answers. `prompt` is None where ids were given."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    prompt_logprobs: tuple[TokenLogprob, ...] | None
-    outputs: tuple[Completion, ...]
-
-    @property
-    def usage(self) -> Usage | None:
-        """That of the first answer, with the tokens of all n; None where there is none."""
-        told = [output.usage for output in self.outputs if output.usage is not None]
-        return replace(told[0], completion_tokens=sum(one.completion_tokens for one in told)) if told else None
 
 
 class LLM:
@@ -86,6 +49,8 @@ class LLM:
     max_num_batched_tokens    the most tokens of one step
     enable_prefix_caching     compute what prompts share at their beginning once
     seed                 of the seeds of requests that have none
+    store                a file in which what was computed, prompts and answers in it, outlives this LLM; None: nowhere
+    store_limit          the most bytes of it
     The others are as in :class:`kvpager.build.PagerOptions`: `pool` or `memory` bound the memory and never change
     the answers, `budget` bounds attention and does.
 
@@ -117,6 +82,8 @@ class LLM:
         max_num_batched_tokens: int = 512,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        store: str | None = None,
+        store_limit: str = "10GiB",
     ) -> None:
         options = build.PagerOptions(
             pool=pool,
@@ -134,7 +101,11 @@ class LLM:
             seed=seed,
         )
         options.settings()  # refused before a model is loaded
+        kept = None if store is None else build.StoreOptions(store, limit=store_limit)
         build.require_engine()
+        if kept is not None:
+            build.require_storable(options)
+            build.require_store(kept)
         from kvpager.engine.engine import EngineConfig
 
         config = EngineConfig(
@@ -145,8 +116,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
-        self._loaded = build.load_model(model, dtype=dtype, weights=weights, threads=threads)
-        self._engine: Engine | None = build.make_engine(self._loaded, options, config)
+        self._loaded = build.load_model(model, dtype=dtype, weights=weights, threads=threads, identify=kept is not None)
+        self._engine: Engine | None = build.make_engine(self._loaded, options, config, store=kept)
         self._numbers = count()
 
     @classmethod
@@ -163,23 +134,27 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sessions: Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[RequestResult]:
         """Answer prompts, texts or token ids: a result for each, in their order.
 
-        `params` are for all of them, or one for each. `progress` shows a bar on standard error where that is a
-        terminal. Raises InputError that names the first prompt that can't be answered, before any runs, and StepError
-        while an answer is still being streamed. Ctrl-C ends all of them and closes the LLM.
+        `params` are for all of them, or one for each. `sessions`, a name or None for each, are conversations in the
+        store, which go on from where they were left. `progress` shows a bar on standard error where that is a
+        terminal. Raises InputError that names the first prompt that can't be answered, or SessionBusy, before any runs,
+        and StepError while an answer is still being streamed. Ctrl-C ends all of them and closes the LLM.
         """
         several = _several(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        return self._answer(texts, [self._ids(prompt, index) for index, prompt in enumerate(several)], params, progress)
+        ids = [self._ids(prompt, index) for index, prompt in enumerate(several)]
+        return self._answer(texts, ids, params, sessions, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sessions: Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[RequestResult]:
         """Answer a conversation, or several, inside the model's chat template; else as :meth:`generate`."""
@@ -187,16 +162,18 @@ class LLM:
             raise InputError("messages: there is none")
         talks: Any = [messages] if isinstance(messages[0], Mapping) else messages
         ids = [self.chat_ids(talk) for talk in talks]
-        return self._answer([None] * len(ids), ids, params, progress)
+        return self._answer([None] * len(ids), ids, params, sessions, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Output]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, session: str | None = None
+    ) -> Generator[Output]:
         """Answer one prompt and give what each step adds; leaving the loop ends the request.
 
         Raises with the first output what :meth:`generate` raises.
         """
         engine = self._idle()
         request_id = str(next(self._numbers))
-        engine.add(request_id, self._ids(prompt, 0), SamplingParams() if params is None else params)
+        engine.add(request_id, self._ids(prompt, 0), SamplingParams() if params is None else params, session=session)
         try:
             while engine.has_work:
                 yield from engine.step()
@@ -204,16 +181,22 @@ class LLM:
             self._abort([request_id])
 
     def _answer(
-        self, texts: Sequence[str | None], prompts: Sequence[list[int]], params: Any, progress: bool
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[list[int]],
+        params: Any,
+        sessions: Sequence[str | None] | None,
+        progress: bool,
     ) -> list[RequestResult]:
         engine = self._idle()
         chosen = _each(params, len(prompts))
-        answers: dict[str, list[_Answer]] = {}
+        names = _names(sessions, len(prompts))
+        answers: dict[str, list[Answer]] = {}
         try:
-            for index, (ids, own) in enumerate(zip(prompts, chosen, strict=True)):
+            for index, (ids, own, session) in enumerate(zip(prompts, chosen, names, strict=True)):
                 request_id = str(next(self._numbers))
-                _add(engine, request_id, ids, own, f"prompts[{index}]: " if len(prompts) > 1 else "")
-                answers[request_id] = [_Answer() for _ in range(own.n)]
+                _add(engine, request_id, ids, own, session, f"prompts[{index}]: " if len(prompts) > 1 else "")
+                answers[request_id] = [Answer() for _ in range(own.n)]
             self._run(engine, answers, progress)
         except KeyboardInterrupt:
             self.close()  # it may have broken into a step: nothing else is sure to work
@@ -222,12 +205,12 @@ class LLM:
             self._abort(answers)
             raise
         return [
-            RequestResult(request_id, text, tuple(ids), own[0].prompt_logprobs, tuple(map(_Answer.whole, own, count())))
+            RequestResult(request_id, text, tuple(ids), own[0].prompt_logprobs, tuple(map(Answer.whole, own, count())))
             for text, ids, (request_id, own) in zip(texts, prompts, answers.items(), strict=True)
         ]
 
     @staticmethod
-    def _run(engine: Engine, answers: Mapping[str, list[_Answer]], progress: bool) -> None:
+    def _run(engine: Engine, answers: Mapping[str, list[Answer]], progress: bool) -> None:
         """Step until all is done."""
         total, done = sum(map(len, answers.values())), 0
         with bars.progress("Answers", total) if progress else nullcontext(lambda done: None) as advance:
@@ -313,35 +296,6 @@ class LLM:
         return engine
 
 
-class _Answer:
-    """One answer while it grows."""
-
-    def __init__(self) -> None:
-        self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-        self._outputs: list[Output] = []
-
-    def add(self, output: Output) -> None:
-        """What a step has added."""
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self._outputs.append(output)
-
-    def whole(self, index: int) -> Completion:
-        """The answer with number `index`, once it has ended."""
-        last = self._outputs[-1]
-        assert last.finish_reason is not None, "the engine has no work and an answer has not ended"
-        told = [one for output in self._outputs for one in output.logprobs or ()]
-        return Completion(
-            index=index,
-            text="".join(output.text for output in self._outputs),
-            token_ids=tuple(token for output in self._outputs for token in output.token_ids),
-            logprobs=tuple(told) if any(output.logprobs is not None for output in self._outputs) else None,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            usage=last.usage,
-            error=last.error,
-        )
-
-
 def _several(prompts: object) -> Sequence[Any]:
     """A list of prompts, also from one alone; raises InputError for what is none."""
     if isinstance(prompts, str):
@@ -362,8 +316,21 @@ def _each(params: object, prompts: int) -> Sequence[SamplingParams]:
     return params
 
 
-def _add(engine: Engine, request_id: str, ids: list[int], params: SamplingParams, where: str) -> None:
+def _names(sessions: object, prompts: int) -> Sequence[str | None]:
+    """A session's name or None for each prompt; raises InputError where their number is another."""
+    if sessions is None:
+        return [None] * prompts
+    if isinstance(sessions, str) or not isinstance(sessions, Sequence):
+        raise InputError(f"sessions: expected a list of names or None, got {brief(sessions)}")
+    if len(sessions) != prompts:
+        raise InputError(f"sessions: there are {len(sessions)} for {prompts} prompts")
+    return sessions
+
+
+def _add(
+    engine: Engine, request_id: str, ids: list[int], params: SamplingParams, session: str | None, where: str
+) -> None:
     try:
-        engine.add(request_id, ids, params)
-    except InputError as error:
+        engine.add(request_id, ids, params, session=session)
+    except (InputError, SessionBusy) as error:
         raise type(error)(f"{where}{error}") from None

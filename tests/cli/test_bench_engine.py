@@ -112,3 +112,25 @@ def test_ctrl_c_reports_the_pool_that_ran_and_runs_no_other(
 def test_bad_options_are_refused(more: list[str], said: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(model, *more)) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_store_is_measured_and_found_by_the_next_run(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "store.db")
+    first, second = (bench(capsys, model, "--store", path) for _ in range(2))
+    assert (first["cached_tokens"], second["cached_tokens"]) == (0, 4 * 48)
+    assert first["ids_digest"] == second["ids_digest"]
+    assert second["store"]["hits"] == 4 * 3
+    assert first["storing"]["path"] == path
+    assert bench(capsys, model)["store"] is None
+    assert main(command(model, "--store", path)) == 0
+    assert "blocks stored" in capsys.readouterr().out
+
+
+@pytest.mark.promise(6)
+def test_a_store_is_refused_where_pools_are_compared(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(command(model, "--compare-pools", "40,unlimited", "--store", str(tmp_path / "s.db"))) == 2
+    assert "--compare-pools" in capsys.readouterr().err

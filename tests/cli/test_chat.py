@@ -67,6 +67,18 @@ def test_a_second_turn_finds_the_first_one_computed(chat: Chat, model: str) -> N
     assert 32 <= cached < read
 
 
+def test_the_next_chat_finds_what_the_last_one_computed(chat: Chat, model: str, tmp_path: Path) -> None:
+    store = ["--store", str(tmp_path / "store.db")]
+    lines = ["a first message that is longer than a page or two", "/stats"]
+    found = []
+    for _ in range(2):
+        out, err = chat(lines, "--model", model, *SMALL, *store)
+        found.append((out, int(err.split(" of them cached")[0].rpartition(" ")[2])))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == 0
+    assert found[1][1] >= 32
+
+
 def test_commands(chat: Chat, fake: FakeServer, tmp_path: Path) -> None:
     target = tmp_path / "talk.json"
     lines = ["/help", "/stats", "one", f"/save {target}", "/reset", "two", "/system be brief", "three", "/what"]

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvpager.build import PagerOptions
 from kvpager.cli.main import build_parser, main
-from kvpager.cli.serve import service_options
+from kvpager.cli.serve import Maker, service_options
+from kvpager.cli.store_options import store_options
+from kvpager.engine.engine import EngineConfig
+from kvpager.server.service import Service
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,31 @@ def test_names_limits_and_keys_come_from_the_options(tmp_path: Path, monkeypatch
     assert folder.names == ("model",)  # clients need not know where it lies
     named = service_options(parser.parse_args(["serve", "--served-model-name", "x", "y"]))
     assert named.names == ("x", "y")
+
+
+def started(model: str, path: Path) -> str:
+    """What is told when the server is ready, on a store."""
+    args = build_parser().parse_args(["serve", model, "--threads", "1", "--store", str(path)])
+    args.model = args.served
+    paging = PagerOptions(pool="512", swap="memory")
+    maker = Maker(args, paging, EngineConfig(max_num_seqs=2), store_options(args, paging))
+    served = maker()
+    try:
+        return maker.told("http://here", Service(maker, service_options(args)))
+    finally:
+        served.engine.close()
+
+
+def test_the_store_is_told_with_the_memory(model: str, tmp_path: Path) -> None:
+    told = started(model, tmp_path / "store.db")
+    assert f"store: {tmp_path / 'store.db'} holds 0 blocks and 0 sessions" in told
+    assert "at most 10240 MiB on disk" in told
+    assert told.startswith("memory: weights")
+
+
+@pytest.mark.promise(4)
+def test_a_store_that_is_another_applications_is_told_and_served_without(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_text("Dear diary, this is no store.")
+    assert f"store: {path} is out of use (off); requests are served without it" in started(model, path)
+    assert path.read_text() == "Dear diary, this is no store."

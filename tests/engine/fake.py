@@ -78,6 +78,7 @@ class FakeEngine:
         self.salts: dict[str, bytes] = {}
         self.priorities: dict[str, int] = {}
         self.requests: dict[str, SimpleNamespace] = {}
+        self.store_state: str | None = None
 
     def add(
         self,
@@ -88,12 +89,15 @@ class FakeEngine:
         priority: int = 0,
         deadline: float | None = None,
         salt: bytes = b"",
+        session: str | None = None,
     ) -> None:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         if not prompt or max(prompt) >= VOCABULARY:
             raise InputError("prompt: it is empty, or has a token id that is not in the vocabulary")
         if len(self.requests) >= self.max_queue:
             raise QueueFull("as many requests wait as may")
+        if session is not None:
+            self.forget_session(salt, session)
         self.salts[request_id], self.priorities[request_id] = salt, priority
         texts = [TextState(self._decode[params.skip_special_tokens], params) for _ in range(params.n)]
         self.requests[request_id] = SimpleNamespace(prompt=list(prompt), params=params, read=0, texts=texts, written=0)
@@ -103,6 +107,14 @@ class FakeEngine:
         gone = self.requests.pop(request_id, None)
         self.aborts += gone is not None
         return gone is not None
+
+    def forget_session(self, salt: bytes, name: str) -> bool:
+        assert threading.get_ident() == self.owner, "another thread than the owner's"
+        raise InputError("session: there is no store")
+
+    def erase(self, salt: bytes) -> int:
+        assert threading.get_ident() == self.owner, "another thread than the owner's"
+        raise InputError("session: there is no store")
 
     @property
     def has_work(self) -> bool:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -137,14 +138,17 @@ def fake_server(
     return LiveServer(make, grace_s, **options)
 
 
-def real_server(folder: str, *, pool: str | None = None, budget: int | None = None, **options: Any) -> LiveServer:
-    """A server over the tiny model."""
+def real_server(
+    folder: str, *, pool: str | None = None, budget: int | None = None, store: Path | None = None, **options: Any
+) -> LiveServer:
+    """A server over the tiny model, with a store in the file `store`."""
     engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens") if name in options}
 
     def make() -> Served:
-        loaded = build.load_model(folder, weights="unpacked")
+        loaded = build.load_model(folder, weights="unpacked", identify=store is not None)
         paging = build.PagerOptions(pool=pool, budget=budget, swap="memory")
-        made = build.make_engine(loaded, paging, EngineConfig(**engine))
+        kept = None if store is None else build.StoreOptions(str(store))
+        made = build.make_engine(loaded, paging, EngineConfig(**engine), store=kept)
         return Served(made, loaded.tokenizer, CONTEXT)
 
     return LiveServer(make, **options)

@@ -23,6 +23,7 @@ FIELDS = [
     *("presence_penalty", "frequency_penalty", "response_format", "user", "top_k", "min_p", "repetition_penalty"),
     *("min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens", "priority", "messages", "prompt", "echo"),
     *("logprobs", "top_logprobs", "best_of", "suffix", "tools", "tool_choice", "max_completion_tokens", "modalities"),
+    "session",
 ]
 NEAR = {  # values that are nearly right, so that what lies behind the first checks is reached too
     "n": st.integers(-1, 4),
@@ -37,6 +38,7 @@ NEAR = {  # values that are nearly right, so that what lies behind the first che
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "echo": st.booleans(),
     "seed": st.integers(),
+    "session": st.none() | st.text(max_size=3),
     "prompt": st.text(max_size=20)
     | st.lists(st.text(max_size=5), max_size=3)
     | st.lists(st.integers(-1, 300), max_size=5)

@@ -124,7 +124,7 @@ def _model_blocks(model: str, count: int, path: Path) -> tuple[list[StoredBlock]
     from kvpager.stores.codec import decode
 
     loaded = build.load_model(model, identify=True, progress=say)
-    store, size = build.StoreOptions(str(path), limit="1TiB"), build.PagerOptions().page_size
+    store, size = build.StoreOptions(str(path), limit="1024GiB"), build.PagerOptions().page_size
     ids = bundled_ids(loaded.tokenizer)[: count * size]
     engine = build.make_engine(loaded, build.PagerOptions(swap="memory"), EngineConfig(max_num_seqs=1), store=store)
     with progress("Reading the book", len(ids)) as advance:

@@ -55,6 +55,7 @@ class AsyncEngine:
         self._outbox: list[Output] = []
         self._halt = False
         self._health = Health("loading")
+        self._store_state: str | None = None
         self._made = asyncio.Event()
         self._ended = asyncio.Event()
         self._empty = asyncio.Event()
@@ -88,12 +89,15 @@ class AsyncEngine:
         priority: int = 0,
         deadline: float | None = None,
         salt: bytes = b"",
+        session: str | None = None,
     ) -> AsyncIterator[Output]:
         """Run a request and yield its outputs, of all its choices; leaving the loop or being cancelled aborts it.
 
         Raises what `submit` raises. Close the generator (``contextlib.aclosing``) to abort at a known moment.
         """
-        stream = await self.submit(request_id, prompt, params, priority=priority, deadline=deadline, salt=salt)
+        stream = await self.submit(
+            request_id, prompt, params, priority=priority, deadline=deadline, salt=salt, session=session
+        )
         try:
             async for output in stream:
                 yield output
@@ -109,11 +113,12 @@ class AsyncEngine:
         priority: int = 0,
         deadline: float | None = None,
         salt: bytes = b"",
+        session: str | None = None,
     ) -> Stream:
         """Hand a request to the engine; returns when it is queued, and the caller closes the stream.
 
-        Raises InputError, RequestTooLarge or QueueFull as the engine's `add` does, and EngineStopped where the
-        engine takes no more requests.
+        Raises InputError, RequestTooLarge, QueueFull or SessionBusy as the engine's `add` does, and EngineStopped
+        where the engine takes no more requests.
         """
         if self._health.state not in ("loading", "ready"):
             raise EngineStopped(self._refusal())
@@ -124,7 +129,7 @@ class AsyncEngine:
         self._empty.clear()
 
         def add(engine: Engine) -> None:
-            engine.add(request_id, prompt, params, priority=priority, deadline=deadline, salt=salt)
+            engine.add(request_id, prompt, params, priority=priority, deadline=deadline, salt=salt, session=session)
             self._live[request_id] = params.n
 
         try:
@@ -137,6 +142,19 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """The engine's figures between two steps; raises EngineStopped where there is no engine."""
         return await self._call(lambda engine: engine.stats())
+
+    async def forget_session(self, salt: bytes, name: str) -> bool:
+        """As the engine's, between two steps; raises EngineStopped where there is no engine."""
+        return await self._call(lambda engine: engine.forget_session(salt, name))
+
+    async def erase(self, salt: bytes) -> int:
+        """As the engine's, between two steps; raises EngineStopped where there is no engine."""
+        return await self._call(lambda engine: engine.erase(salt))
+
+    @property
+    def store_state(self) -> str | None:
+        """The state of the engine's store as it was when a request last ended; None where there is none."""
+        return self._store_state
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -212,6 +230,7 @@ class AsyncEngine:
         except BaseException as error:
             failure = error
         else:
+            self._store_state = engine.store_state
             self._tell(self._on_made)
             try:
                 self._serve(engine)
@@ -236,6 +255,8 @@ class AsyncEngine:
                 except Exception as error:
                     outputs = self._recovered(engine, error)
                 self._deliver(outputs)
+                if any(output.finish_reason is not None for output in outputs):
+                    self._store_state = engine.store_state
 
     def _waiting(self, engine: Engine) -> list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]]:
         """The calls that are waiting; sleeps while there are none and the engine has nothing to do."""

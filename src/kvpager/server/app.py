@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvpager import __version__
 from kvpager.errors import KVPagerError
 from kvpager.server import completions
+from kvpager.server.auth import Caller
 from kvpager.server.errors import ApiError, ErrorResponse, as_api_error, not_valid
 from kvpager.server.hosts import require_host
 from kvpager.server.limits import bounded
@@ -51,7 +52,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=service.options.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
             expose_headers=("X-Request-Id",),
         )
@@ -167,6 +168,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return _card(service, service.require_model(name))
 
     _add_text_routes(app, service)
+    _add_store_routes(app, service)
     _add_state_routes(app, service)
 
 
@@ -194,6 +196,24 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
         return {"prompt": await service.texts.run(service.texts.known, body.tokens)}
 
 
+def _add_store_routes(app: FastAPI, service: Service) -> None:
+    @app.delete("/v1/sessions/{name:path}", status_code=204)
+    async def forget_session(name: str, request: Request) -> Response:
+        """Forget one of the caller's sessions: 204, or 404 where there is none."""
+        service.require_ready()
+        caller: Caller = request.scope["state"]["caller"]
+        if not await service.engine.forget_session(caller.salt, name):
+            raise ApiError(404, "There is no such session.", param="session", code="session_not_found")
+        return Response(status_code=204)
+
+    @app.delete("/v1/store")
+    async def erase(request: Request) -> dict[str, int]:
+        """Forget all that the caller's requests have left here; tells how many stored blocks and sessions it was."""
+        service.require_ready()
+        caller: Caller = request.scope["state"]["caller"]
+        return {"erased": await service.engine.erase(caller.salt)}
+
+
 def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
@@ -201,13 +221,13 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         state = service.engine.health
         if not state.alive:
             raise ApiError(503, f"The engine has {state.state}.", code=f"engine_{state.state}")
-        return JSONResponse({"status": "ok", "state": state.state})
+        return JSONResponse({"status": "ok", "state": state.state, **_store_state(service)})
 
     @app.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken, 503 before and after."""
         service.require_ready()
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready", **_store_state(service)})
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -220,6 +240,12 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         service.require_ready()
         figures = await service.engine.stats()
         return {**asdict(figures), "requests": service.places.taken}
+
+
+def _store_state(service: Service) -> dict[str, str]:
+    """How the store does, where there is one: whatever that is, requests are answered."""
+    state = service.engine.store_state
+    return {} if state is None else {"store": state}
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

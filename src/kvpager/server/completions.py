@@ -102,6 +102,9 @@ class Job:
     async def answer(self, param: str) -> Response:
         """Run it; `param` is the field that the prompts came in. Raises ApiError, or what the engine's `add` raises."""
         self.service.require_fit(self.prompts, self.params.max_tokens, param)
+        if self.body.session is not None and len(self.prompts) > 1:
+            text = f"session: it goes on with one prompt, and these are {len(self.prompts)}"
+            raise ApiError(400, text, param="session", code="invalid_value")
         log = self.request.scope["state"]["log"]
         if self.service.options.log_prompts:
             texts = self.service.texts
@@ -130,6 +133,7 @@ class Job:
                     priority=self.body.priority or 0,
                     deadline=None if seconds is None else time.monotonic() + seconds,
                     salt=caller.salt,
+                    session=self.body.session,
                 )
             )
             for number, ids in enumerate(self.prompts)

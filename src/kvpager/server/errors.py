@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvpager.errors import EngineStopped, InputError, MissingDependency, QueueFull, RequestTooLarge
+from kvpager.errors import EngineStopped, InputError, MissingDependency, QueueFull, RequestTooLarge, SessionBusy
 
 __all__ = ["ApiError", "ErrorResponse", "as_api_error", "not_valid"]
 
@@ -19,6 +19,7 @@ RETRY_AFTER_S = 1  # of answers that ask to come again: a place may be free afte
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -82,6 +83,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, message, code="unsupported_parameter")
     if isinstance(error, QueueFull):
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, SessionBusy):
+        return ApiError(409, message, param="session", code="session_busy", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, EngineStopped):
         return ApiError(503, message, code="engine_stopped", headers={"Retry-After": str(RETRY_AFTER_S)})
     return ApiError(500, "The server had an error; its log says which.", code="internal_error")

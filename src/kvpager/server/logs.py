@@ -11,9 +11,10 @@ import traceback
 import uuid
 from typing import Any, TextIO
 
-__all__ = ["LOGGER", "JsonLines", "configure_logs", "request_id_of"]
+__all__ = ["LEVELS", "LOGGER", "JsonLines", "configure_logs", "request_id_of"]
 
 LOGGER = "kvpager.server"
+LEVELS = {LOGGER: logging.INFO, "kvpager.stores": logging.WARNING, "uvicorn": logging.WARNING}
 _REQUEST_ID = re.compile(r"[\w.:@+/=-]{1,128}", re.ASCII)
 
 
@@ -35,10 +36,10 @@ class JsonLines(logging.Formatter):
 
 
 def configure_logs(stream: TextIO | None = None) -> None:
-    """Send what the server and uvicorn log to `stream` (standard output), one line of JSON each."""
+    """Send what the server, its store and uvicorn log to `stream` (standard output), one line of JSON each."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stdout)
     handler.setFormatter(JsonLines())
-    for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in LEVELS.items():
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level)

@@ -135,6 +135,8 @@ class _Common(_Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    # our own
+    session: str | None = None
 
     @property
     def usage_in_stream(self) -> bool:

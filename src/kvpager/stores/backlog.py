@@ -103,6 +103,7 @@ class Backlog:
         self._gone: dict[bytes, Drop] = {}
         self._gone_records: dict[bytes, DropRecord] = {}
         self._erased: dict[bytes, Erase] = {}
+        self._leaving: set[bytes] = set()  # records that others may claim once what waits of them is written
         self._news: dict[bytes, Scores] = {}
         self._tick = 0
         self._told_tick = 0
@@ -164,6 +165,31 @@ class Backlog:
         if save is not None:
             return True, save.record
         return key in self._gone_records, None
+
+    # ---- claims
+
+    def hold_on(self, key: bytes) -> bool:
+        """Whether a record's claim is to be kept until what waits of it is written; then `left` tells it."""
+        with self.changed:
+            waits = key in self._records or key in self._gone_records
+            if waits:
+                self._leaving.add(key)
+            return waits
+
+    def take_back(self, key: bytes) -> bool:
+        """Whether a record's claim was to be given up, and is not any more."""
+        with self.changed:
+            held = key in self._leaving
+            self._leaving.discard(key)
+            return held
+
+    def left(self, give_up: Callable[[bytes], None]) -> None:
+        """Give up the claims of records of which nothing waits any more."""
+        with self.changed:
+            free = self._leaving - self._records.keys() - self._gone_records.keys()
+            self._leaving -= free
+            for key in free:
+                give_up(key)
 
     # ---- what comes in
 

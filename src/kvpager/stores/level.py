@@ -149,11 +149,12 @@ class Level:
 
     def claim(self, key: bytes) -> bool:
         """Claim a record; where the tier can't tell whether another has, nobody can be kept from it."""
-        return self.guard.aside(lambda tier: tier.claim(key), True)
+        return self._backlog.take_back(key) or self.guard.aside(lambda tier: tier.claim(key), True)
 
     def release(self, key: bytes) -> None:
-        """Give up a claim."""
-        self.guard.aside(lambda tier: tier.release(key), None)
+        """Give up a claim, as soon as what waits of the record is written: who claims it next is to find that."""
+        if not self._backlog.hold_on(key):
+            self.guard.aside(lambda tier: tier.release(key), None)
 
     def sizes(self) -> TierSizes:
         """What the tier holds, as it said last."""

@@ -78,6 +78,10 @@ class Writer:
                     self._do(work)
             elif self._guard.off:
                 self._abandon()
+            self._backlog.left(self._give_back)
+
+    def _give_back(self, key: bytes) -> None:
+        self._guard.aside(lambda tier: tier.release(key), None)
 
     def _wait(self) -> bool:
         """Wait until there is something that may be done; returns whether to go on."""
