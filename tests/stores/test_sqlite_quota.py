@@ -14,7 +14,7 @@ from tests.stores.fake import Clock, key_of
 from tests.stores.sqlite_rig import MIB, MINE, YOURS, chain, found, keys, on_disk, raw, store
 
 LIMIT = 5 * MIB
-BATCH = 2**18 + 2**17  # four blocks of 64 KiB, and what a transaction writes beside them
+BATCH = 2**18  # four blocks of 64 KiB
 
 
 @pytest.fixture

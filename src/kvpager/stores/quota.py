@@ -24,7 +24,7 @@ from kvpager.stores.schema import PAGE_BYTES
 __all__ = ["MARGIN_BYTES", "NOBODY", "Quota", "Shares"]
 
 NOBODY = bytes(TENANT_BYTES)
-MARGIN_BYTES = 2**16 + 2 * PAGE_BYTES  # the index of the log, the claims, pages that a transaction adds to indices
+MARGIN_BYTES = 2**16 + 16 * PAGE_BYTES  # the index of the log, and what a transaction writes beside its blocks
 LEAST_LOG, MOST_LOG = 2**18, 2**23
 PLANNED = 64  # a plan is good for this part of the limit
 

@@ -30,7 +30,8 @@ def _count(table: str, event: str, row: str, blocks: int, records: int) -> str:
 
 
 _FIRST = (
-    # use: two for each transaction, the first for what was found before it; orders uses. age: see quota. drops: counts transactions that took blocks away.
+    # use: two for each transaction, the first for what was found before it; orders uses. age: see quota.
+    # drops: counts transactions that took blocks away.
     "CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     "INSERT INTO counters VALUES ('use', 0), ('age', 0), ('drops', 0), ('tick', 0)",
     """CREATE TABLE tenants (
