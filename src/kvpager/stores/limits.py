@@ -33,7 +33,7 @@ class Limits:
     failures: int = 3
     pause_s: float = 1.0
     longest_pause_s: float = 60.0
-    erase_s: float = 10.0
+    erase_s: float = 2.0
     close_s: float = 10.0
 
     def __post_init__(self) -> None:
