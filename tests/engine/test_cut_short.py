@@ -76,18 +76,19 @@ def cut_short(store: MemoryStore, ids: list[int], params: SamplingParams, steps:
     return answers["left"]
 
 
-@pytest.mark.parametrize("change", ["params", "prompt", "budget"])
+@pytest.mark.parametrize("change", ["params", "prompt", "budget", "model"])
 def test_another_request_does_not_go_on_with_an_answer_that_was_cut_short(change: str) -> None:
     store, ids = MemoryStore(), prompt(100, seed=1)
     cut_short(store, ids, greedy(40))
     params = greedy(41) if change == "params" else greedy(40)
     other = [*ids, 5] if change == "prompt" else ids
-    pager = replace(SMALL, budget=1024) if change == "budget" else SMALL
+    pager = replace(SMALL, budget=1024 if change == "budget" else None)
+    pager = replace(pager, namespace="another" if change == "model" else "")
     with rig.engine(pager=pager, store=store.reopened()) as engine:
         engine.add("other", other, params, session="talk")
         answers = run(engine)
         assert max(len(output.token_ids) for output in answers.outputs) == 1
-        assert usage(answers, "other").cached_tokens == 64
+        assert usage(answers, "other").cached_tokens == (0 if change == "model" else 64)
 
 
 def test_log_probabilities_of_an_answer_that_was_cut_short_come_with_the_whole_answer() -> None:
