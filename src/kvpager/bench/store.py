@@ -89,7 +89,9 @@ class Fault:
 class Write:
     """Blocks written: seconds of all batches and of closing the store, and what that came to on disk.
 
-    stored_bytes  of pages as they lie there: less than payload_bytes where they were compressed
+    disk_bytes     all that the store takes there
+    reserve_bytes  of these, room that is kept back for a full disk, however much is stored
+    read_us        microseconds a page, read back in whole blocks
     """
 
     synchronous: str
@@ -98,6 +100,7 @@ class Write:
     seconds: tuple[float, ...]
     closing: float
     disk_bytes: int
+    reserve_bytes: int
     read_us: float
 
     def figures(self) -> dict[str, Any]:
@@ -110,7 +113,8 @@ class Write:
             "batch_ms_most": 1e3 * max(self.seconds),
             "closing_ms": 1e3 * self.closing,
             "disk_bytes": self.disk_bytes,
-            "overhead": self.disk_bytes / self.payload_bytes - 1,
+            "reserve_bytes": self.reserve_bytes,
+            "overhead": (self.disk_bytes - self.reserve_bytes) / self.payload_bytes - 1,
             "read_us_per_page": self.read_us,
         }
 
@@ -228,6 +232,7 @@ def _plain(plan: Plan, path: Path) -> float:
 def _write(plan: Plan, place: Path, synchronous: str, compression: str) -> Write:
     """A new store of all blocks; it stays."""
     from kvpager.stores import SqliteStore
+    from kvpager.stores.places import Places
 
     path = place / f"{synchronous}-{compression}.db"
     options: dict[str, Any] = {"synchronous": synchronous, "compression": compression}
@@ -236,11 +241,11 @@ def _write(plan: Plan, place: Path, synchronous: str, compression: str) -> Write
     closing = _timed(store.close)
     store = SqliteStore(path, limit_bytes=UNBOUNDED, **options)
     try:
-        disk = store.sizes().bytes
+        disk, reserve = store.sizes().bytes, Places(path).reserve.stat().st_size
         read = _fault(replace(plan, repeats=1), place, store, "store", 16 * plan.pages).us[0]
     finally:
         store.close()
-    return Write(synchronous, compression, plan.payload_bytes, seconds, closing, disk, read)
+    return Write(synchronous, compression, plan.payload_bytes, seconds, closing, disk, reserve, read)
 
 
 def _fault(plan: Plan, place: Path, store: SqliteStore, reader: str, batch: int) -> Fault:

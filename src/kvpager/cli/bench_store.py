@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     blocks, heads, of = _blocks(args, folder)
     plan = Plan(blocks, heads, args.batches, args.repeats, seed=args.seed)
     if max(plan.batches) > min(len(blocks) * heads, len(blocks) * plan.pages):
-        raise InputError(f"batches: {max(plan.batches)} pages of one layer are more than {len(blocks)} blocks have")
+        raise InputError(
+            f"batches: {max(plan.batches)} pages of one layer are more than {len(blocks)} blocks have: give --blocks"
+        )
     with progress("Store", steps(plan)) as advance:
         result = measure(plan, folder, advance)
     title = f"pages of {of}, {described['processor']}"
