@@ -69,11 +69,13 @@ def raw(path: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-def other_process(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+def other_process(
+    script: str, *arguments: str, before: Sequence[str] = (), **environment: str
+) -> subprocess.Popen[str]:
     """A Python process in which the tests' modules can be imported."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [*before, sys.executable, "-c", textwrap.dedent(script), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvpager.errors import StoreFull, StoreLocked
+from kvpager.errors import StoreError, StoreFull, StoreLocked, StoreUnavailable
 from kvpager.stores.change import Change, Stamp
 from kvpager.stores.database import Database
 from kvpager.stores.index import Index
@@ -73,7 +73,8 @@ class Changes:
             self.quota.forget()
             self._reserve.give_up()
             self._database.checkpoint()
-            self._reserve.take()
+            with contextlib.suppress(OSError):
+                self._reserve.take()
             raise
         except BaseException:
             self.quota.forget()
@@ -97,9 +98,9 @@ class Changes:
             with self.transaction(touches=False) as running:
                 done = change(running)
         if not self._reserve.held:
-            with contextlib.suppress(StoreFull):
+            with contextlib.suppress(StoreError, OSError):
                 self.give_back(self.log_bytes // 2)
-            self._reserve.take()
+                self._reserve.take()
         return done
 
     @property
@@ -117,32 +118,36 @@ class Changes:
         while self._database.vacuum(step) and self._database.checkpoint():
             pass
 
-    def prepare(self) -> None:
-        """What comes before a block is written: the reserve is there, and what is on disk is within the limit.
+    def prepare(self, nbytes: int) -> None:
+        """What comes before so many bytes are written: the reserve is there, and what is on disk is within the limit.
 
         The latter matters after a start with a lower limit, and where the log has grown under a reader. Raises
         StoreError: StoreFull where the disk has no room for the reserve, StoreLocked where a reader stays.
         """
-        self._database.open()
+        self._database.look()
         if self._database.readonly:
             return  # the transaction says so
-        if self.quota.over:
+        if self._places.has_aside and self.quota.over(nbytes):
+            self._places.forget_aside()
+        if self.quota.over():
             self._reserve.fit()
             self._trim()
-        needed = self._reserve.nbytes
-        if not self._reserve.take():
-            raise StoreFull(
-                f"store {self._places.path}: the disk is full; it is written to again when {needed} bytes are free"
-            )
+        if not self._take():
+            path, needed = self._places.path, self._reserve.nbytes
+            raise StoreFull(f"store {path}: the disk is full; it is written to again when {needed} bytes are free")
+
+    def _take(self) -> bool:
+        try:
+            return self._reserve.take()
+        except OSError as error:
+            raise StoreUnavailable(*self._places.explain(error)) from error
 
     def _trim(self) -> None:
         self._database.checkpoint()
-        if self.quota.over:
-            self._places.forget_aside()
         more = True
-        while self.quota.over and more:
+        while self.quota.over() and more:
             with self.transaction() as change:
                 more = not self.quota.shrink(change, self.step) and change.dropped > 0
             self.give_back()
-        if self.quota.over:
+        if self.quota.over():
             raise StoreLocked(f"store {self._places.path}: somebody reads it, and its log can't be cut off for so long")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import struct
 from pathlib import Path
@@ -19,7 +20,7 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
 class Claims:
-    """Bytes of a file that are locked, one for each key (its first 62 bits say which).
+    """Bytes of a file that are locked, one for each key (62 bits of its SHA-256 say which).
 
     Linux locks them for the open file (F_OFD_SETLK), so two stores in one process keep each other out as two processes
     do. Elsewhere the locks are the process's (lockf): there, one process should open a store only once.
@@ -84,7 +85,7 @@ class Claims:
 
 def _lock(fd: int, key: bytes, kind: int) -> bool:
     """Lock or unlock one byte; False where another one has it locked."""
-    start = 0 if key == MENDING else 1 + (int.from_bytes(key[:8], "big") >> 2)
+    start = 0 if key == MENDING else 1 + (int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 2)
     command = getattr(fcntl, "F_OFD_SETLK", None)
     try:
         if command is not None:

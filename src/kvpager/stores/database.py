@@ -56,6 +56,7 @@ class Database:
         self._writer: sqlite3.Connection | None = None
         self._generation = 0  # goes up when the connections that there are must not be used any more
         self._inode: tuple[int, int] | None = None
+        self._log_inode: tuple[int, int] | None = None
 
     # -- use
 
@@ -64,18 +65,13 @@ class Database:
         """A connection for reading, inside one transaction. Raises StoreError."""
         self._look_after()
         generation, connection = self._reader()
-        whole = False
         try:
             connection.execute("BEGIN")
             yield connection
-            connection.execute("COMMIT")
-            whole = True
         except sqlite3.Error as error:
             raise self._after(error, generation) from error
         finally:
-            if not whole and connection.in_transaction:
-                with contextlib.suppress(sqlite3.Error):
-                    connection.execute("ROLLBACK")
+            _undo(connection)  # which also ends one in which something malformed was read; COMMIT does not
             with self._pool_lock:
                 keep = generation == self._generation
                 if keep:
@@ -103,6 +99,11 @@ class Database:
                 _undo(connection)
                 raise
             self._still_there(generation)
+
+    def look(self) -> None:
+        """Open it if it isn't, and make sure that the file is still there. Raises StoreError."""
+        self.open()
+        self._look_after(at_once=True)
 
     def checkpoint(self) -> bool:
         """Move all of the log into the database and cut it off; False where readers or the disk stand in the way."""
@@ -172,9 +173,9 @@ class Database:
             raise StoreUnavailable(
                 "readonly", f"store {places.path} has version {version}, and can't be brought to {VERSION}"
             )
-        inode = places.inode()
+        inode = places.inode
         self._opened(connection)
-        self._inode = inode
+        self._inode, self._log_inode = inode, places.log_inode
         if emptied:
             raise StoreUnavailable("lost", f"store {places.path} was emptied, and is begun anew")
 
@@ -278,27 +279,32 @@ class Database:
 
     # -- what the outside does to the file
 
-    def _look_after(self) -> None:
+    def _look_after(self, at_once: bool = False) -> None:
         now = self._clock()
-        if self._inode is not None and not 0 <= now - self._looked < LOOK_SECONDS:
+        if self._inode is not None and (at_once or not 0 <= now - self._looked < LOOK_SECONDS):
             self._looked = now
             with self._pool_lock:
                 generation = self._generation
-            if self.places.inode() != self._inode:
+            if self.places.inode != self._inode:
                 raise self._begin_anew(generation)
 
     def _still_there(self, generation: int) -> None:
         """After a transaction: what was written is in the file that has the name."""
-        if self.places.inode() != self._inode:
+        if self.places.inode != self._inode:
             raise self._begin_anew(generation)
-        if self.places.log_missing:  # deleted under us: it is still open here, and can be moved to the database
+        if (
+            self.places.log_inode != self._log_inode
+        ):  # deleted under us: it is still open here, and can be moved to the database
             self.checkpoint()
             self._shut()
 
     def _begin_anew(self, generation: int) -> StoreUnavailable:
         with self._lock:
             if generation == self._generation:
+                log = self._log_inode
                 self._shut()
+                if log is not None and log == self.places.log_inode:  # SQLite would take it for the new file's
+                    self.places.forget_log()
         return StoreUnavailable("lost", f"store {self.places.path} was deleted or replaced, and is begun anew")
 
     def _after(self, error: sqlite3.Error, generation: int, opening: bool = False) -> StoreError:
@@ -306,7 +312,7 @@ class Database:
         found = explain(error, str(self.places.path))
         if isinstance(found, StoreDamaged):
             return self._put_aside(found, generation + opening)
-        if found.kind == "lost" or (found.kind == "io" and not opening and self.places.inode() != self._inode):
+        if found.kind == "lost" or (found.kind == "io" and not opening and self.places.inode != self._inode):
             return self._begin_anew(generation)
         return found
 
@@ -316,13 +322,13 @@ class Database:
         with self._lock:
             if generation != self._generation:
                 return found
-            inode = self.places.inode()
+            inode = self.places.inode
             self._shut()
             try:
                 if not self._claims.take(MENDING):
                     return StoreLocked(f"store {self.places.path} is damaged, and another process puts it aside")
                 try:
-                    if inode == self.places.inode():
+                    if inode == self.places.inode:
                         self.places.put_aside()
                 finally:
                     self._claims.give_back(MENDING)

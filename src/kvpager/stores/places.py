@@ -46,11 +46,6 @@ class Places:
         return _size(self.path)
 
     @property
-    def log_missing(self) -> bool:
-        """Whether SQLite's log, which is there as long as a store is open, was deleted."""
-        return _size(self.log) < 0
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all that belongs to the store, what was put aside included."""
         paths = [self._beside(part) for part in _PARTS]
@@ -72,13 +67,15 @@ class Places:
             return False
         return self.size < 0 or os.access(self.path, os.W_OK)
 
+    @property
     def inode(self) -> tuple[int, int] | None:
         """Which file has the name now; None for none."""
-        try:
-            status = os.stat(self.path)
-        except OSError:
-            return None
-        return status.st_dev, status.st_ino
+        return _inode(self.path)
+
+    @property
+    def log_inode(self) -> tuple[int, int] | None:
+        """Which file is the log now; None for none."""
+        return _inode(self.log)
 
     def make_folder(self) -> None:
         """Make the folder with mode 0700 where it is missing; raises OSError."""
@@ -118,6 +115,17 @@ class Places:
             path.unlink(missing_ok=True)
         self._aside = []
 
+    def forget_log(self) -> None:
+        """Remove the log of a database that is there no more."""
+        for part in _PARTS[1:]:
+            with contextlib.suppress(OSError):
+                self._beside(part).unlink()
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether there is something that was put aside."""
+        return bool(self._aside)
+
     def explain(self, error: OSError) -> tuple[str, str]:
         """A kind and a message for StoreUnavailable."""
         readonly = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -140,3 +148,11 @@ def _size(path: Path) -> int:
         return os.stat(path).st_size
     except OSError:
         return -1
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -78,10 +78,9 @@ class Quota:
         """Forget what was planned: a transaction was undone, or the database is another one."""
         self._plan.clear()
 
-    @property
-    def over(self) -> bool:
-        """Whether more is on disk than the limit."""
-        return self._places.nbytes > self.limit_bytes
+    def over(self, nbytes: int = 0) -> bool:
+        """Whether more is on disk than the limit, or would be with so many bytes more."""
+        return self._places.nbytes + nbytes > self.limit_bytes
 
     def fit(self, change: Change, tenant: bytes, nbytes: int, alone: bool = False) -> bool:
         """Whether there is room for so many bytes of a tenant, which others make way for unless it is `alone`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
 __all__ = ["Reserve"]
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Reserve:
@@ -31,20 +34,20 @@ class Reserve:
             return False
 
     def take(self) -> bool:
-        """Take the space, where it is not taken already; False where the disk has no room for it."""
+        """Take the space, where it is not taken already; False where the disk has no room for it. Raises OSError."""
         if self.held:
             return True
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        try:
-            _allocate(fd, self.nbytes)
-        except OSError:
+            try:
+                _allocate(fd, self.nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
             self.give_up()
+            if error.errno not in _NO_ROOM:
+                raise
             return False
-        finally:
-            os.close(fd)
         return True
 
     def fit(self) -> None:

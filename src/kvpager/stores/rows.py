@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from kvpager.errors import StoreDamaged
 from kvpager.stored import BlockHead, Scores, StoredBlock
 from kvpager.stores.change import Change
-from kvpager.stores.codec import encode, encode_head, read_head
-from kvpager.stores.header import Compression
+from kvpager.stores.codec import encode, encode_head
+from kvpager.stores.header import Compression, Header
 from kvpager.stores.packages import xxh3
 
 __all__ = [
@@ -141,7 +141,12 @@ def remove_blocks(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
 def head_of(row: tuple[bytes, bytes, int], key: bytes) -> BlockHead:
     """The head of a row of (head, scores, hits); raises StoreDamaged where it is not that of this block."""
     packed, scores, hits = row
-    head = read_head(packed)
+    header = Header.parse(packed)
+    head = header.head
+    if header.header_bytes != len(packed):
+        raise StoreDamaged(
+            f"the head of block {header.name} has {len(packed)} bytes, and {header.header_bytes} are its own"
+        )
     if head.key != key:
         raise StoreDamaged(f"the head of block {head.key[:6].hex()} lies where that of {key[:6].hex()} should")
     return head.rescored(unseal(key, scores), hits)

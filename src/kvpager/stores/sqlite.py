@@ -213,7 +213,7 @@ class SqliteStore:
         if self._unfinished:  # a process ended while it was erasing
             purge(self._changes)
             self._unfinished = False
-        self._changes.prepare()
+        self._changes.prepare(sum(rows.nbytes for rows in made))
         with self._changes.transaction() as change:
             added = [row for rows in made if (row := self._put(change, rows))]
         self._index.add(added)
@@ -244,7 +244,7 @@ class SqliteStore:
     def save_record(self, key: bytes, tenant: bytes, record: bytes) -> None:
         """Store a record in the place of an older one. Raises StoreError: StoreFull where nothing may make way."""
         sealed = seal(key, record)
-        self._changes.prepare()
+        self._changes.prepare(len(sealed))
         with self._changes.transaction() as change:
             remove_record(change, key)
             if not self._quota.fit(change, tenant, len(sealed)):
