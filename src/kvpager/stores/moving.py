@@ -100,8 +100,9 @@ def import_from(path: Path, tier: Tier, progress: Progress) -> Moved:
             blocks += tier.put(batch)
             batch, held = [], 0
         if entry.kind == "record":
-            tier.save_record(entry.key, entry.tenant, entry.data)
-            records += 1
+            if tier.load_record(entry.key) is None:  # one that is there has gone on since
+                tier.save_record(entry.key, entry.tenant, entry.data)
+                records += 1
         progress(done, total)
     blocks += tier.put(batch) if batch else 0
     progress(total, total)

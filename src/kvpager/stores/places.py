@@ -46,6 +46,11 @@ class Places:
         return _size(self.path)
 
     @property
+    def special(self) -> bool:
+        """Whether what has the name is no file: a folder or a device, say."""
+        return self.path.exists() and not self.path.is_file()
+
+    @property
     def log_missing(self) -> bool:
         """Whether SQLite's log, which is there as long as a store is open, was deleted."""
         return _size(self.log) < 0
