@@ -52,9 +52,9 @@ class Entry:
 def export_blocks(path: Path, entries: Iterable[Entry]) -> int:
     """Write an archive, mode 0600, in the place of an older file; returns how many entries it has.
 
-    It has a temporary name in the same folder until all of it is on disk. Raises StoreForeign where what has the name is
-    no archive, StoreFull, StoreUnavailable for any other failure of the file system, InputError for an entry that can't
-    be, and what `entries` raises; then nothing is left behind, and an older file is as it was.
+    It has a temporary name in the same folder until all of it is on disk. Raises StoreForeign where the older file
+    is no archive, StoreFull, StoreUnavailable for any other failure of the file system, InputError for an entry that
+    can't be, and what `entries` raises; then nothing is left behind, and an older file is as it was.
     """
     _require_archive(path)
     try:
