@@ -112,6 +112,10 @@ class Changes:
         """Cut off the log, as far as readers and the disk allow."""
         self._database.checkpoint()
 
+    def fit(self) -> None:
+        """Give back what the reserve has beyond its share of the limit."""
+        self._reserve.fit()
+
     def give_back(self, step: int = VACUUM_BYTES) -> None:
         """Give the database's free pages back to the disk. Raises StoreError."""
         self._database.checkpoint()

@@ -46,6 +46,11 @@ class Places:
         return _size(self.path)
 
     @property
+    def special(self) -> bool:
+        """Whether what has the name is no file: a folder or a device, say."""
+        return self.path.exists() and not self.path.is_file()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all that belongs to the store, what was put aside included."""
         paths = [self._beside(part) for part in _PARTS]

@@ -109,6 +109,7 @@ def prune_to(changes: Changes, nbytes: int) -> int:
         done = changes.quota.shrink(change, changes.step, nbytes)
         return done or not change.dropped, change.dropped
 
+    changes.fit()
     total, done = 0, False
     while not done:
         done, count = changes.remove(some)
