@@ -230,7 +230,7 @@ def prune(args: argparse.Namespace) -> int:
             older = None if args.unused is None else args.unused * DAY_S
             count += store.prune(older_seconds=older, tenant=args.tenant)
         if limit is not None:
-            count += _shrink(store, limit)
+            count += store.prune(to_bytes=limit)
         after = store.sizes()
     if args.json:
         emit_json({"forgotten": count, "blocks": after.blocks, "bytes_before": before, "bytes": after.bytes})
@@ -240,19 +240,6 @@ def prune(args: argparse.Namespace) -> int:
             f"{_mib(after.bytes)} MiB on disk ({_mib(before)} before)"
         )
     return 0
-
-
-def _shrink(store: SqliteStore, limit: int) -> int:
-    """Forget what is worth least until all files are within a limit; returns how much."""
-    count, goal = 0, limit
-    while goal > 0:
-        forgotten = store.prune(to_bytes=goal)
-        count += forgotten
-        over = store.sizes().bytes - limit
-        if over <= 0 or not forgotten:
-            break
-        goal -= over  # such as a reserve that was made for a larger limit
-    return count
 
 
 def export(args: argparse.Namespace) -> int:

@@ -134,7 +134,7 @@ class Changes:
         if self._places.has_aside and self.quota.over(nbytes):
             self._places.forget_aside()
         if self.quota.over():
-            self._reserve.fit()
+            self.fit()
             self._trim()
         if not self._take():
             path, needed = self._places.path, self._reserve.nbytes
