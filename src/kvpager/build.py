@@ -65,7 +65,8 @@ class StoreOptions:
     compression: stores.Compression = "none"
 
     def __post_init__(self) -> None:
-        if not self.path or "://" in self.path or Path(self.path).expanduser().is_dir():
+        place = Path(self.path).expanduser()
+        if not self.path or "://" in self.path or (place.exists() and not place.is_file()):
             raise ConfigError(f"store: {self.path!r} is not the path of a file")
         limit = parse_size(self.limit, "store_limit")
         if limit < stores.LEAST_LIMIT_BYTES:

@@ -155,6 +155,30 @@ def test_prune_makes_room_and_gives_it_back(tmp_path: Path, capsys: pytest.Captu
     assert told(capsys, "verify", path)["blocks"] == figures["blocks"]
 
 
+def test_prune_gives_up_a_reserve_that_is_too_large_before_any_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store.db"
+    with closing(SqliteStore(path, limit_bytes=2**30)) as store:
+        store.put(random_blocks(BLOCKS, PAGES, PAGE_BYTES))
+        assert store.sizes().bytes > 20 * 2**20
+    figures = told(capsys, "prune", path, "--limit", "6MiB")
+    assert (figures["forgotten"], figures["blocks"]) == (0, BLOCKS)
+    assert figures["bytes"] <= 6 * 2**20
+
+
+@pytest.mark.parametrize("task", ["prune --unused 0", "verify --drop", f"prune --tenant {'41' * 16}"])
+def test_a_small_store_stays_small_whoever_looks_at_it(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store.db"
+    with closing(SqliteStore(path, limit_bytes=5 * 2**20)) as store:
+        store.put(random_blocks(BLOCKS, PAGES, PAGE_BYTES))
+    name, *more = task.split()
+    told(capsys, name, path, *more)
+    assert told(capsys, "stats", path)["bytes"] <= 5 * 2**20
+
+
 def test_prune_needs_to_know_what(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "prune", str(path)]) == 2
     assert "--limit, --unused or --tenant" in capsys.readouterr().err
@@ -170,13 +194,36 @@ def test_what_is_exported_is_imported_elsewhere(path: Path, tmp_path: Path, caps
     first = told(capsys, "import", other, archive)
     assert (first["blocks"], first["sessions"], first["left_out"]) == (12, 1, 0)
     again = told(capsys, "import", other, archive)
-    assert (again["blocks"], again["left_out"], again["blocks_held"]) == (0, 12, 12)
+    assert (again["blocks"], again["sessions"], again["left_out"], again["blocks_held"]) == (0, 0, 13, 12)
     with closing(SqliteStore(other, limit_bytes=2**30)) as store:
         for block in random_blocks(BLOCKS, PAGES, PAGE_BYTES):
             found = store.get([block.head.key])[0]
             assert found is not None
             assert (found == block.payload).all()
         assert store.load_record(SESSION) == b"what a session was"
+
+
+def test_a_session_that_is_there_is_not_set_back_by_an_archive(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = tmp_path / "blocks.kvpa"
+    told(capsys, "export", path, archive)
+    with closing(SqliteStore(path, limit_bytes=2**30)) as store:
+        store.save_record(SESSION, TENANT, b"what it came to")
+    assert told(capsys, "import", path, archive)["left_out"] == 13
+    with closing(SqliteStore(path, limit_bytes=2**30)) as store:
+        assert store.load_record(SESSION) == b"what it came to"
+
+
+def test_a_store_never_makes_way_for_an_archive(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = path.with_name("other.db")
+    other.write_bytes(path.read_bytes())
+    for archive in (path, other, path.with_name("store.db.lock")):
+        before = archive.read_bytes()
+        assert main(["store", "export", str(path), str(archive)]) == 1
+        assert "is there and no archive" in capsys.readouterr().err
+        assert archive.read_bytes() == before
+    assert told(capsys, "stats", path)["blocks"] == BLOCKS
 
 
 def test_one_tenants_blocks_are_exported_alone(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +274,7 @@ def test_options_reach_the_store(tmp_path: Path) -> None:
         ([], PagerOptions(mode="discard", budget=512), "mode 'discard'"),
         (["--store", "redis://here"], PagerOptions(), "'redis://here' is not the path of a file"),
         (["--store", "."], PagerOptions(), "'.' is not the path of a file"),
+        (["--store", "/dev/null"], PagerOptions(), "'/dev/null' is not the path of a file"),
     ],
 )
 def test_what_can_not_be_is_refused_before_a_model_is_loaded(

@@ -11,6 +11,7 @@ from kvpager import PagerConfig
 from kvpager.engine.engine import Engine
 from tests.engine import rig
 from tests.engine.rig import SMALL, Answers, greedy, oracle, prompt, run
+from tests.memory_store import MemoryStore
 
 
 def cached(answers: Answers, name: str) -> int:
@@ -172,3 +173,23 @@ def test_what_requests_leave_for_reuse_is_bounded_by_the_pool() -> None:
             engine.add(str(n), prompt(200, seed=n), greedy(2))
         run(engine)
         assert engine.stats().pager.cached_blocks == 64 // 4
+
+
+def test_what_a_waiting_request_will_want_is_read_ahead() -> None:
+    ids = prompt(100, seed=1)
+    with rig.engine(store=MemoryStore()) as engine:
+        engine.add("a", ids, greedy(4))
+        wanted = run(engine)["a"]
+        store = engine.pager.store
+    assert isinstance(store, MemoryStore)
+    store = store.reopened()
+    with rig.engine(store=store) as engine:
+        engine.add("b", prompt(50, seed=2), greedy(4))
+        answers = Answers()
+        answers.take(engine.step())
+        assert not store.prefetched
+        engine.add("a", ids, greedy(4))
+        assert [store.shelf.blocks[key].head.depth for key in store.prefetched] == list(range(6))
+        while engine.has_work:
+            answers.take(engine.step())
+        assert answers["a"] == wanted

@@ -63,7 +63,8 @@ def reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     if params.top_k:
         kept[params.top_k :] = 0
     kept /= kept.sum()
-    kept[np.cumsum(kept) - kept >= params.top_p] = 0
+    if params.top_p < 1:  # sums of nearly all round to 1
+        kept[np.cumsum(kept) - kept >= params.top_p] = 0
     kept[kept < params.min_p * kept[0]] = 0
     result = np.zeros_like(weights)
     result[order] = kept / kept.sum()

@@ -180,6 +180,40 @@ def test_another_application_s_file_is_left_as_it_is(
     left_alone(path, caplog, "foreign")
 
 
+def test_what_is_no_file_is_left_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    os.mkfifo(path, 0o644)
+    store = opened(path)
+    assert store.put([block(1)]) == 0
+    assert (store.stats().state, store.stats().errors) == ("off", {"foreign": 1})
+    store.close()
+    assert told(caplog, "foreign") == 1
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_files_of_others_beside_it_are_left_as_they_are(path: Path) -> None:
+    path.parent.mkdir()
+    lock, theirs = path.with_name(path.name + ".lock"), path.parent / "theirs"
+    lock.write_text("packages = 3\n")
+    store = opened(path)
+    assert (store.stats().state, store.stats().errors) == ("off", {"foreign": 1})
+    store.close()
+    assert lock.read_text() == "packages = 3\n"
+    lock.unlink()
+    theirs.write_text("a diary")
+    lock.symlink_to(theirs)
+    path.with_name(path.name + ".reserve").symlink_to(theirs)
+    store = opened(path)
+    assert store.stats().state == "io"
+    store.close()
+    lock.unlink()
+    store = opened(path)
+    goes_on(store)
+    store.close()
+    assert theirs.read_text() == "a diary"
+
+
 def test_a_store_of_a_newer_version_is_left_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fill(path, 3)
     connection = sqlite3.connect(path)

@@ -197,14 +197,8 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_put_aside(path: Path) -> Non
     tier = store(path)
     assert found(tier, BLOCKS[:2]) == [True, True]
     os.truncate(path, 100000)
-    there = tier.get(keys(BLOCKS))
-    assert None in there
-    assert all(
-        payload is None or (payload == block.payload).all() for payload, block in zip(there, BLOCKS, strict=True)
-    )
-    more = [block for seed in range(2, 40) for block in chain(1, seed)]
-    with pytest.raises(StoreDamaged):
-        tier.put(more)
+    with pytest.raises(StoreDamaged):  # not a miss of some blocks: what is written now would be lost as well
+        tier.get(keys(BLOCKS))
     goes_on(tier)
     assert list(path.parent.glob("*.damaged-1"))
 
@@ -485,12 +479,13 @@ def test_a_folder_where_no_store_can_be_made_says_so(tmp_path: Path) -> None:
     assert result == {"reading": "readonly", "writing": "readonly"}
 
 
-def test_a_path_that_can_not_be_is_unavailable(tmp_path: Path) -> None:
+def test_a_path_that_can_not_be_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StoreForeign, match="a folder and no file"):
+        store(tmp_path).open()
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "store.db"):
-        with pytest.raises(StoreUnavailable) as raised:
-            store(path).open()
-        assert raised.value.kind == "io"
+    with pytest.raises(StoreUnavailable) as raised:
+        store(tmp_path / "file" / "store.db").open()
+    assert raised.value.kind == "io"
 
 
 SMALL_DISK = """

@@ -20,7 +20,7 @@ class MasslessKernel(NativeKernel):
 
     def attend(self, storage: FrameStorage, tile: TileQuery, pages: PageList) -> Partial:
         """As NativeKernel's; `page_lse` names no page."""
-        return attend_group(storage, tile, pages, None)
+        return attend_group(storage, tile, pages, with_pages=False)
 
     def settle(self, parts: list[Partial], heads: IntArray) -> Settled:
         """The parts' output, joined; the masses are empty."""

@@ -115,7 +115,7 @@ def opened(path: str, limit: int = UNBOUNDED, *, new: bool = False) -> Iterator[
     place = Path(path).expanduser()
     if not new and not place.is_file():
         raise InputError(f"store: there is none at {place}")
-    with closing(SqliteStore(place, limit_bytes=limit, mend=False)) as store:
+    with closing(SqliteStore(place, limit_bytes=limit, mend=False, guest=not new)) as store:
         store.open()
         yield store
 

@@ -41,8 +41,10 @@ class Scheduler:
     # -- the queues
 
     def add(self, request: Request) -> None:
-        """Let a new request wait for its turn."""
+        """Let a new request wait for its turn; meanwhile the store reads ahead what it will want."""
         insort(self.waiting, request, key=lambda one: one.key)
+        if self._share and self.running:
+            self._pager.prefetch(request.prompt, request.salt)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and close its sequences."""

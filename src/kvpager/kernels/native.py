@@ -46,8 +46,8 @@ def _frames(storage: FrameStorage) -> _native.Frames:
     return storage.native
 
 
-def attend_group(storage: FrameStorage, tile: TileQuery, pages: PageList, page_lse: FloatArray | None) -> Partial:
-    """Attend one tile to one group of pages; the pages' log-sum-exp go to page_lse [n, G, T], or are left out.
+def attend_group(storage: FrameStorage, tile: TileQuery, pages: PageList, with_pages: bool) -> Partial:
+    """Attend one tile to one group of pages, with or without the pages' own log-sum-exp (those of no page then).
 
     Raises InputError for another kernel's storage, ValueError for arrays of the wrong shape or out of range.
     """
@@ -55,6 +55,8 @@ def attend_group(storage: FrameStorage, tile: TileQuery, pages: PageList, page_l
     heads, tokens, _ = queries.shape
     output = np.empty_like(queries)
     lse = np.empty((heads, tokens), np.float32)
+    group, count = heads // pages.kv_heads, len(pages.frames) if with_pages else 0
+    page_lse = np.empty((group, 1, count) if tokens == 1 else (count, group, tokens), np.float32)
     _native.attend(
         _frames(storage),
         np.ascontiguousarray(pages.frames),
@@ -69,11 +71,15 @@ def attend_group(storage: FrameStorage, tile: TileQuery, pages: PageList, page_l
         tile.softcap or 0.0,
         output,
         lse,
-        page_lse,
+        page_lse if with_pages else None,
     )
-    if page_lse is None:
-        page_lse = np.empty((0, heads // pages.kv_heads, tokens), np.float32)
-    return Partial(output, lse, page_lse)
+    return Partial(output, lse, page_lse.transpose(2, 0, 1) if tokens == 1 else page_lse)
+
+
+def _page_lse(part: Partial) -> FloatArray:
+    """The log-sum-exp of a part's pages as the extension lays them out: of one query, pages last."""
+    one = part.page_lse.shape[2] == 1
+    return np.ascontiguousarray(part.page_lse.transpose(1, 2, 0) if one else part.page_lse)
 
 
 class NativeBatch:
@@ -148,9 +154,7 @@ class NativeKernel:
         Slots of a page that are not written, or not visible, have no influence, whatever they hold. Raises InputError
         for another kernel's storage, ValueError for arrays of the wrong shape or out of range.
         """
-        heads, tokens, _ = tile.queries.shape
-        page_lse = np.empty((len(pages.frames), heads // pages.kv_heads, tokens), np.float32)
-        return attend_group(storage, tile, pages, page_lse)
+        return attend_group(storage, tile, pages, with_pages=True)
 
     def settle(self, parts: list[Partial], heads: IntArray) -> Settled:
         """Join groups of pages in the order given; `heads` [n] names the KV head of each of their pages, in order."""
@@ -158,7 +162,7 @@ class NativeKernel:
         masses = np.empty((4, len(heads)), np.float32)
         output = first.output if len(parts) == 1 else np.empty_like(first.output)
         kv_heads = len(first.output) // first.page_lse.shape[1]
-        arrays = [(part.output, part.lse, part.page_lse) for part in parts]
+        arrays = [(part.output, part.lse, _page_lse(part)) for part in parts]
         _native.settle(arrays, np.ascontiguousarray(heads), kv_heads, output, masses)
         return Settled(output, Masses(masses[0], masses[1], masses[2], masses[3]))
 

@@ -63,13 +63,13 @@ void each(int64_t count, bool wide, F&& f) {
     for (int64_t i = 0; i < count; ++i) f(i, 0);
 }
 
-// Divide a row's sum by its weights' sum; returns its log-sum-exp.
+// Divide a row's sum by its weights' sum; returns its log-sum-exp. `top` is in base 2.
 float finish_row(const float* out, float top, float total, int dim, float* to) {
   const f32x16 factor = splat(total > 0 ? 1.0f / total : 0.0f);
   int c = 0;
   for (; c + 16 <= dim; c += 16) store(to + c, load<f32x16>(out + c) * factor);
   for (; c < dim; ++c) to[c] = out[c] * factor[0];
-  return total > 0 ? top + log(splat(total))[0] : -kInf;
+  return total > 0 ? top * kLn2 + log(splat(total))[0] : -kInf;
 }
 
 template <class E, bool kExpand>
@@ -94,7 +94,12 @@ class Attention {
                                      rows_ * a_.view.layout.page_size * dim_ / 8);
     const bool wide = work > kSmall;
     pack_queries();
-    each(count_, wide, [this](int64_t i, int) { unit(units_[i]); });
+    // Units by pages go to a thread several together: what one fetches ahead is the next one's.
+    const int64_t workers = threads() > 1 ? threads() : 1, fair = count_ / (2 * workers);
+    const int64_t run = pieces_.pages < a_.pages && fair > 1 ? fair : 1;
+    each(ceil_div(count_, run), wide, [this, run](int64_t first, int) {
+      for (int64_t i = first * run; i < count_ && i < (first + 1) * run; ++i) unit(units_[i]);
+    });
     join();
     return true;
   }
@@ -185,7 +190,7 @@ class Attention {
       float* out = sum.out + r * width_;
       for (int64_t i = first; i < end; i += step) {
         const SpanResult other = part(units_[i].part);
-        const f32x16 factor = exp(splat(other.top[r] - safe));
+        const f32x16 factor = exp2(splat(other.top[r] - safe));
         const float* from = other.out + r * width_;
         for (int64_t c = 0; c < width_; c += 16) {
           const f32x16 scaled = load<f32x16>(from + c) * factor;

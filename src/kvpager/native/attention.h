@@ -37,13 +37,13 @@ struct AttendArgs {
   float softcap;    // 0 for none
   float* output;    // [H * G][T][D]
   float* lse;       // [H * G][T]
-  float* page_lse;  // [n][G][T], or null
+  float* page_lse;  // [n][G][T], where T is 1 [G][n]; or null
 };
 
 struct SettlePart {
   const float* output;    // [H * G][T][D]
   const float* lse;       // [H * G][T]
-  const float* page_lse;  // [n of this part][G][T]
+  const float* page_lse;  // as AttendArgs have it; n of this part
   int64_t pages;
 };
 

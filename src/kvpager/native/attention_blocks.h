@@ -11,6 +11,7 @@ constexpr int kScoreRows = 16, kMixRows = 4, kMixVectors = 4;  // 16 accumulator
 #else
 constexpr int kScoreRows = 4, kMixRows = 2, kMixVectors = 2;
 #endif
+constexpr int kBlockRows = 4, kBlocks = 4;  // for 32 registers alone: with 16, half as wide, it took half as long again
 
 KV_INLINE void prefetch(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
@@ -42,6 +43,59 @@ void score_rows(const uint8_t* k, const uint8_t* k2, const typename E::M* q, int
     for (int s = 1; s < kSplit; ++s) all += sum[r][s];
     store(scores + r * width, all * scale);
   }
+}
+
+// Products of `rows` queries with 16 keys at each of kBlocks places, as above, into neighbouring vectors of scores: a
+// multiplier that was read serves all places.
+template <class E, int kRows, bool kFetch>
+void score_blocks_rows(const uint8_t* const* keys, const uint8_t* const* ahead, const typename E::M* q, int64_t stride,
+                       int steps, float scale, float* scores, int64_t width) {
+  constexpr int kSplit = kRows == 1 ? 2 : 1;
+  constexpr int kStep = 16 * E::kPair * E::kItem;
+  f32x16 sum[kRows][kBlocks][kSplit] = {};
+  for (int i = 0; i < steps; i += kSplit)
+    for (int s = 0; s < kSplit; ++s) {
+      const int64_t at = static_cast<int64_t>(i + s) * kStep;
+      for (int b = 0; b < kBlocks; ++b) {
+        const typename E::Operand x = E::widen(load<typename E::Raw>(keys[b] + at));
+        if constexpr (kFetch) prefetch(ahead[b] + at);
+        for (int r = 0; r < kRows; ++r) sum[r][b][s] = E::dot(sum[r][b][s], x, q + r * stride + (i + s) * E::kMult);
+      }
+    }
+  for (int r = 0; r < kRows; ++r)
+    for (int b = 0; b < kBlocks; ++b) {
+      f32x16 all = sum[r][b][0];
+      for (int s = 1; s < kSplit; ++s) all += sum[r][b][s];
+      store(scores + r * width + 16 * b, all * scale);
+    }
+}
+
+template <class E, bool kFetch>
+int score_some_blocks(const uint8_t* const* keys, const uint8_t* const* ahead, const typename E::M* q, int64_t stride,
+                      int rows, int steps, float scale, float* scores, int64_t width) {
+  if (rows >= kBlockRows) {
+    score_blocks_rows<E, kBlockRows, kFetch>(keys, ahead, q, stride, steps, scale, scores, width);
+    return kBlockRows;
+  }
+  if (rows == 3) {
+    score_blocks_rows<E, 3, kFetch>(keys, ahead, q, stride, steps, scale, scores, width);
+    return 3;
+  }
+  if (rows == 2) {
+    score_blocks_rows<E, 2, kFetch>(keys, ahead, q, stride, steps, scale, scores, width);
+    return 2;
+  }
+  score_blocks_rows<E, 1, kFetch>(keys, ahead, q, stride, steps, scale, scores, width);
+  return 1;
+}
+
+template <class E>
+void score_blocks(const uint8_t* const* keys, const uint8_t* const* ahead, const typename E::M* q, int64_t stride,
+                  int rows, int steps, float scale, float* scores, int64_t width) {
+  int done = score_some_blocks<E, true>(keys, ahead, q, stride, rows, steps, scale, scores, width);
+  while (done < rows)
+    done += score_some_blocks<E, false>(keys, ahead, q + done * stride, stride, rows - done, steps, scale,
+                                        scores + done * width, width);
 }
 
 template <class E, bool kTwo>
@@ -86,8 +140,8 @@ struct Run {
 
 // out[r][16 * kVectors] += weights[r] . values. `weights`: multipliers, `weight_stride` from row to row.
 // kHalf: only 8 channels are there, and the upper half of the one vector gets nothing.
-template <class E, int kRows, int kVectors, bool kHalf>
-void mix_rows(const Run& run, int64_t offset, bool first, const typename E::M* weights, int64_t weight_stride,
+template <class E, int kRows, int kVectors, bool kHalf, bool kFetch>
+void mix_rows(const Run& run, int64_t offset, const typename E::M* weights, int64_t weight_stride,
               float* out, int64_t out_stride) {
   constexpr int kStep = 16 * E::kPair * E::kItem;
   f32x16 sum[kRows][kVectors];
@@ -96,7 +150,7 @@ void mix_rows(const Run& run, int64_t offset, bool first, const typename E::M* w
   const typename E::M* w = weights;
   for (int page = 0; page < run.pages; ++page) {
     const uint8_t* v = run.values[page] + offset;
-    const int64_t ahead = (first ? run.ahead[page] : run.values[page]) + offset - v;
+    const int64_t ahead = run.ahead[page] + offset - v;
     for (int step = 0; step < run.steps; ++step, v += run.stride, w += E::kMult) {
       for (int j = 0; j < kVectors; ++j) {
         typename E::Raw raw;
@@ -104,7 +158,7 @@ void mix_rows(const Run& run, int64_t offset, bool first, const typename E::M* w
           raw = joined(load<typename E::RawHalf>(v), typename E::RawHalf{});
         else
           raw = load<typename E::Raw>(v + j * kStep);
-        prefetch(v + ahead + j * kStep);
+        if constexpr (kFetch) prefetch(v + ahead + j * kStep);
         const typename E::Operand x = E::widen(raw);
         for (int r = 0; r < kRows; ++r) sum[r][j] = E::dot(sum[r][j], x, w + r * weight_stride);
       }
@@ -114,31 +168,33 @@ void mix_rows(const Run& run, int64_t offset, bool first, const typename E::M* w
     for (int j = 0; j < kVectors; ++j) store(out + r * out_stride + 16 * j, sum[r][j]);
 }
 
+template <class E, int kVectors, bool kHalf, bool kFetch>
+int mix_some(const Run& run, int64_t offset, const typename E::M* weights, int64_t weight_stride, int rows, float* out,
+             int64_t out_stride) {
+  if (rows >= kMixRows) {
+    mix_rows<E, kMixRows, kVectors, kHalf, kFetch>(run, offset, weights, weight_stride, out, out_stride);
+    return kMixRows;
+  }
+  if (kMixRows > 3 && rows == 3) {
+    mix_rows<E, (kMixRows > 3 ? 3 : 1), kVectors, kHalf, kFetch>(run, offset, weights, weight_stride, out, out_stride);
+    return 3;
+  }
+  if (kMixRows > 2 && rows == 2) {
+    mix_rows<E, (kMixRows > 2 ? 2 : 1), kVectors, kHalf, kFetch>(run, offset, weights, weight_stride, out, out_stride);
+    return 2;
+  }
+  mix_rows<E, 1, kVectors, kHalf, kFetch>(run, offset, weights, weight_stride, out, out_stride);
+  return 1;
+}
+
+// What is wanted soon is fetched once, with the first rows.
 template <class E, int kVectors, bool kHalf>
 void mix_columns(const Run& run, int64_t offset, const typename E::M* weights, int64_t weight_stride, int rows,
                  float* out, int64_t out_stride) {
-  bool first = true;
-  while (rows > 0) {
-    int done;
-    if (kMixRows >= 4 && rows >= 4) {
-      mix_rows<E, kMixRows, kVectors, kHalf>(run, offset, first, weights, weight_stride, out, out_stride);
-      done = kMixRows;
-    } else if (kMixRows >= 3 && rows == 3) {
-      mix_rows<E, (kMixRows >= 3 ? 3 : 1), kVectors, kHalf>(run, offset, first, weights, weight_stride, out,
-                                                            out_stride);
-      done = 3;
-    } else if (rows >= 2) {
-      mix_rows<E, 2, kVectors, kHalf>(run, offset, first, weights, weight_stride, out, out_stride);
-      done = 2;
-    } else {
-      mix_rows<E, 1, kVectors, kHalf>(run, offset, first, weights, weight_stride, out, out_stride);
-      done = 1;
-    }
-    rows -= done;
-    weights += done * weight_stride;
-    out += done * out_stride;
-    first = false;
-  }
+  int done = mix_some<E, kVectors, kHalf, true>(run, offset, weights, weight_stride, rows, out, out_stride);
+  while (done < rows)
+    done += mix_some<E, kVectors, kHalf, false>(run, offset, weights + done * weight_stride, weight_stride, rows - done,
+                                                out + done * out_stride, out_stride);
 }
 
 // out[r][D] += weights[r] . values, for all channels.

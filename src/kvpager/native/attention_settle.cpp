@@ -67,7 +67,12 @@ class Settle {
     }
   }
 
-  // e^(page's - row's) of up to 16 queries; 0 where the row sees nothing
+  // e^(page's - row's); 0 where the row sees nothing
+  static f32x16 part_of(f32x16 page, f32x16 row) {
+    return page == -kInf ? f32x16{} : exp2((page - row) * kLog2e);
+  }
+
+  // The same of up to 16 queries.
   static f32x16 share(const float* page, const float* row, int64_t count) {
     f32x16 p = splat(-kInf), l = {};
     if (count >= 16) {
@@ -77,7 +82,7 @@ class Settle {
       std::memcpy(&p, page, static_cast<size_t>(count) * sizeof(float));
       std::memcpy(&l, row, static_cast<size_t>(count) * sizeof(float));
     }
-    return p == -kInf ? f32x16{} : exp(p - l);
+    return part_of(p, l);
   }
 
   // The masses of one page, its queries in the lanes.
@@ -117,15 +122,21 @@ class Settle {
   void masses_of_one(const SettlePart& part, int64_t first, int64_t within, int64_t count) {
     const float mean = 1.0f / static_cast<float>(a_.group);
     f32x16 peak = {}, total = {};
+    const int64_t head = a_.heads[first];
+    const bool alone = head == a_.heads[first + count - 1];
     for (int64_t g = 0; g < a_.group; ++g) {
-      alignas(64) float pages[16], rows[16];
-      for (int64_t i = 0; i < 16; ++i) {
-        const int64_t at = i < count ? i : 0;
-        pages[i] = part.page_lse[(within + at) * a_.group + g];
-        rows[i] = lse_[a_.heads[first + at] * a_.group + g];
+      f32x16 page = splat(-kInf), row = splat(lse_[head * a_.group + g]);
+      const float* from = part.page_lse + g * part.pages + within;
+      if (count == 16)
+        page = load<f32x16>(from);
+      else
+        std::memcpy(&page, from, static_cast<size_t>(count) * sizeof(float));
+      if (!alone) {
+        alignas(64) float rows[16] = {};
+        for (int64_t i = 0; i < count; ++i) rows[i] = lse_[a_.heads[first + i] * a_.group + g];
+        row = load<f32x16>(rows);
       }
-      const f32x16 page = load<f32x16>(pages), row = load<f32x16>(rows);
-      const f32x16 x = page == -kInf ? f32x16{} : exp(page - row);
+      const f32x16 x = part_of(page, row);
       peak = max(peak, x);
       total += x;
     }

@@ -10,6 +10,7 @@ typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef int16_t i16x16 __attribute__((vector_size(32)));
 
 constexpr float kInf = __builtin_inff();
+constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
 
 KV_INLINE float top_of(f32x16 x) {
   f32x8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -32,12 +33,21 @@ KV_INLINE float sum_of(f32x16 x) {
   return a[0] + a[1];
 }
 
+// The sum of all numbers of n vectors
+KV_INLINE float sum_of(const f32x16* v, int n) {
+  f32x16 total = v[0];
+  for (int i = 1; i < n; ++i) total += v[i];
+  return sum_of(total);
+}
+
 // Sums over the halves of 8 vectors: lane i of the result is the sum of the lower half of v[i], lane 8 + i of its upper.
 KV_INLINE f32x16 half_sums(const f32x16* v) {
   f32x16 b[4], c[2];
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i)
     b[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
            __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+#pragma GCC unroll 2
   for (int i = 0; i < 2; ++i)
     c[i] = __builtin_shufflevector(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            __builtin_shufflevector(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
@@ -48,17 +58,59 @@ KV_INLINE f32x16 half_sums(const f32x16* v) {
 // Lane i of the result is the sum of v[i], for 16 vectors.
 KV_INLINE f32x16 sums(const f32x16* v) {
   f32x16 a[8];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i)
     a[i] = __builtin_shufflevector(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            __builtin_shufflevector(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   return half_sums(a);
 }
 
-// Natural logarithm of numbers that are 0 (gives -inf) or normal. Relative error below 2e-7 (Cephes' polynomial).
+// Lane i of the result is the greatest number of v[i], for 16 vectors.
+KV_INLINE f32x16 maxes(const f32x16* v) {
+  f32x16 a[8], b[4], c[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    a[i] = max(__builtin_shufflevector(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+               __builtin_shufflevector(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    b[i] = max(__builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+               __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    c[i] = max(__builtin_shufflevector(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+               __builtin_shufflevector(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  return max(__builtin_shufflevector(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+             __builtin_shufflevector(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
+}
+
+// 2^x for x up to 127; far below -126 it is 0. Relative error below 3e-7.
+KV_INLINE f32x16 exp2(f32x16 x) {
+#if defined(__AVX512DQ__)
+  const f32x16 r = (f32x16)_mm512_maskz_reduce_ps(0xFFFF, (__m512)x, 1);  // x - floor(x)
+  f32x16 p = splat(0.0018671301659196615f);
+  p = fma(p, r, splat(0.009017029777169228f));
+  p = fma(p, r, splat(0.05579991266131401f));
+  p = fma(p, r, splat(0.24016444385051727f));
+  p = fma(p, r, splat(0.6931512951850891f));
+  p = fma(p, r, splat(1.0f));
+  return (f32x16)_mm512_maskz_scalef_ps(0xFFFF, (__m512)p, (__m512)x);
+#else
+  return exp(x * kLn2);
+#endif
+}
+
+// Natural logarithm of numbers of 0 (gives -inf) or more. Relative error below 2e-7 (Cephes' polynomial). Where there is
+// no AVX-512, numbers below 2^-126 count as about that.
 KV_INLINE f32x16 log(f32x16 x) {
+#if defined(__AVX512F__)
+  f32x16 e = (f32x16)_mm512_maskz_getexp_ps(0xFFFF, (__m512)x) + 1.0f;
+  f32x16 m = (f32x16)_mm512_maskz_getmant_ps(0xFFFF, (__m512)x, _MM_MANT_NORM_p5_1, _MM_MANT_SIGN_src);  // 0.5 .. 1
+#else
   const u32x16 bits = (u32x16)x;
   f32x16 e = __builtin_convertvector((i32x16)(bits >> 23) - 126, f32x16);
   f32x16 m = (f32x16)((bits & 0x7FFFFFu) | 0x3F000000u);  // 0.5 .. 1
+#endif
   const i32x16 low = m < 0.707106781186547524f;
   e = low ? e - 1.0f : e;
   m = (low ? m + m : m) - 1.0f;

@@ -114,6 +114,19 @@ void check_pages(const Frames& frames, const Ints& at, const Ints& heads, const 
     if (heads.data()[i] < heads.data()[i - 1]) refuse("heads: pages are not sorted by head");
 }
 
+// The log-sum-exp of pages as the kernel lays them out: see AttendArgs. `pages` -1 for any.
+template <class T>
+class PageLse : public Array<T> {
+ public:
+  PageLse(nb::handle from, int64_t pages, int64_t group, int64_t tokens)
+      : Array<T>(from, "page_lse", {tokens == 1 ? group : pages, tokens == 1 ? 1 : group, tokens == 1 ? pages : tokens}),
+        axis_(tokens == 1 ? 2 : 0) {}
+  int64_t pages() const { return this->size(axis_); }
+
+ private:
+  int axis_;
+};
+
 void attend(Frames& frames, nb::handle page_frames, nb::handle heads, nb::handle starts, nb::handle counts,
             int64_t kv_heads, nb::handle queries, int64_t start, double scale, int64_t window, double softcap,
             nb::handle output, nb::handle lse, nb::handle page_lse) {
@@ -144,7 +157,7 @@ void attend(Frames& frames, nb::handle page_frames, nb::handle heads, nb::handle
   if (page_lse.is_none()) {
     done = run();
   } else {
-    Array<float> by_page(page_lse, "page_lse", {pages, group, tokens});
+    PageLse<float> by_page(page_lse, pages, group, tokens);
     args.page_lse = by_page.data();
     done = run();
   }
@@ -153,10 +166,11 @@ void attend(Frames& frames, nb::handle page_frames, nb::handle heads, nb::handle
 
 // The arrays of one partial result: (output, lse, page_lse).
 struct PartArrays {
-  Floats output, lse, page_lse;
+  Floats output, lse;
+  PageLse<const float> page_lse;
   PartArrays(nb::handle o, nb::handle l, nb::handle p, int64_t query_heads, int64_t tokens, int64_t dim, int64_t group)
       : output(o, "output", {query_heads, tokens, dim}), lse(l, "lse", {query_heads, tokens}),
-        page_lse(p, "page_lse", {-1, group, tokens}) {}
+        page_lse(p, -1, group, tokens) {}
 };
 
 void settle(nb::list parts, nb::handle heads, int64_t kv_heads, nb::handle output, nb::handle masses) {
@@ -183,8 +197,8 @@ void settle(nb::list parts, nb::handle heads, int64_t kv_heads, nb::handle outpu
     if (part.size() != 3) refuse("parts: each is (output, lse, page_lse)");
     held.push_back(std::make_unique<PartArrays>(part[0], part[1], part[2], query_heads, tokens, dim, group));
     const PartArrays& arrays = *held.back();
-    found.push_back({arrays.output.data(), arrays.lse.data(), arrays.page_lse.data(), arrays.page_lse.size(0)});
-    pages += arrays.page_lse.size(0);
+    found.push_back({arrays.output.data(), arrays.lse.data(), arrays.page_lse.data(), arrays.page_lse.pages()});
+    pages += arrays.page_lse.pages();
   }
   if (pages != of_head.size(0))
     refuse("heads: " + std::to_string(of_head.size(0)) + " given for " + std::to_string(pages) + " pages");

@@ -52,10 +52,11 @@ class Entry:
 def export_blocks(path: Path, entries: Iterable[Entry]) -> int:
     """Write an archive, mode 0600, in the place of an older file; returns how many entries it has.
 
-    It has a temporary name in the same folder until all of it is on disk. Raises StoreFull, or StoreUnavailable for
-    any other failure of the file system, InputError for an entry that can't be, and what `entries` raises; then
-    nothing is left behind, and an older file is as it was.
+    It has a temporary name in the same folder until all of it is on disk. Raises StoreForeign where the older file
+    is no archive, StoreFull, StoreUnavailable for any other failure of the file system, InputError for an entry that
+    can't be, and what `entries` raises; then nothing is left behind, and an older file is as it was.
     """
+    _require_archive(path)
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
@@ -74,6 +75,21 @@ def export_blocks(path: Path, entries: Iterable[Entry]) -> int:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return count
+
+
+def _require_archive(path: Path) -> None:
+    """Only an archive, or a file of no bytes, makes way for an archive: never a store, say."""
+    if path.is_dir() or not path.exists():
+        return  # what is written says it, or there is nothing
+    if path.is_file():
+        try:
+            with path.open("rb") as file:
+                start = file.read(len(MAGIC))
+        except OSError as error:
+            raise _outside(error, path) from error
+        if start in (b"", MAGIC):
+            return
+    raise StoreForeign(f"{path} is there and no archive of kvpager's, and is left as it is")
 
 
 def _write(file: IO[bytes], entries: Iterable[Entry]) -> int:

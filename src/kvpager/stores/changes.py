@@ -113,7 +113,7 @@ class Changes:
         self._database.checkpoint()
 
     def fit(self) -> None:
-        """Give back what the reserve has beyond its share, after a start with a lower limit."""
+        """Give back what the reserve has beyond its share of the limit."""
         self._reserve.fit()
 
     def give_back(self, step: int = VACUUM_BYTES) -> None:

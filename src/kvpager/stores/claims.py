@@ -9,6 +9,8 @@ import os
 import struct
 from pathlib import Path
 
+from kvpager.errors import StoreForeign
+
 __all__ = ["MENDING", "Claims"]
 
 MARK = b"kvpager store\n"
@@ -42,15 +44,22 @@ class Claims:
             return False
 
     def open(self) -> None:
-        """Open the file, made where it is missing; claims in one that is gone are made again in it. Raises OSError."""
+        """Open the file, made where it is missing; claims in one that is gone are made again in it.
+
+        Raises OSError, and StoreForeign where the file is another application's.
+        """
         if self._fd is not None and self._still_there(self._fd):
             return
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        start = os.pread(fd, len(MARK) + 1, 0)
+        if not MARK.startswith(start):
+            os.close(fd)
+            raise StoreForeign(f"{self.path} is another application's file, and is left as it is")
         self._fd = fd
-        if os.fstat(fd).st_size != len(MARK):
+        if start != MARK:
             os.pwrite(fd, MARK, 0)
         self._held = {key for key in self._held if _lock(fd, key, fcntl.F_WRLCK)}
 

@@ -157,6 +157,8 @@ class Database:
 
     def _open_file(self) -> None:
         places = self.places
+        if places.special:
+            raise StoreForeign(f"{places.path} is a device or a folder and no file, and is left as it is")
         places.make_folder()
         emptied = places.size == 0 and self._claims.marked
         if places.size > 0:

@@ -111,8 +111,10 @@ class Lookup:
         return None
 
     def _note(self, error: Exception) -> None:
-        """Count something that is damaged; any other error is raised again."""
-        if isinstance(error, sqlite3.Error) and not is_damage(error):
+        """Count something that is damaged. Raised again is any other error, and one that says that the file is cut off:
+        then what is written would be lost as well.
+        """
+        if isinstance(error, sqlite3.Error) and (not is_damage(error) or self._database.places.cut_off):
             raise error
         self.damaged += 1
 

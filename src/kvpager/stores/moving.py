@@ -99,7 +99,7 @@ def import_from(path: Path, tier: Tier, progress: Progress) -> Moved:
         if batch and (held >= BATCH_BYTES or entry.kind == "record"):
             blocks += tier.put(batch)
             batch, held = [], 0
-        if entry.kind == "record":
+        if entry.kind == "record" and tier.load_record(entry.key) is None:  # one that is there has gone on since
             tier.save_record(entry.key, entry.tenant, entry.data)
             records += 1
         progress(done, total)

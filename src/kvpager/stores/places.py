@@ -46,6 +46,24 @@ class Places:
         return _size(self.path)
 
     @property
+    def cut_off(self) -> bool:
+        """Whether the database has fewer bytes than its header says. Another process that is just moving its log into
+        it may make it seem so: worth asking where something was malformed.
+        """
+        try:
+            with self.path.open("rb") as file:
+                header = file.read(32)
+        except OSError:
+            return False
+        size = int.from_bytes(header[16:18], "big")
+        return self.size < (2**16 if size == 1 else size) * int.from_bytes(header[28:32], "big")
+
+    @property
+    def special(self) -> bool:
+        """Whether what has the name is no file: a folder or a device, say."""
+        return self.path.exists() and not self.path.is_file()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all that belongs to the store, what was put aside included."""
         paths = [self._beside(part) for part in _PARTS]

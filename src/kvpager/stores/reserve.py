@@ -19,26 +19,31 @@ class Reserve:
     disk stays full. So the file is given up when the disk is full, and taken again, before the next block is written,
     when there is room: until then nothing but deleting writes. It is large enough (see Shares) for the database to
     take up all of the log, after which the log's own room is free as well.
+
+    A `guest` leaves its size to those who serve from the store, whose limit it does not know.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, guest: bool = False) -> None:
         self.path = path
         self.nbytes = nbytes
+        self._guest = guest
 
     @property
     def held(self) -> bool:
         """Whether the space is taken, by this process or another one."""
         try:
-            return os.stat(self.path).st_size >= self.nbytes
+            return os.lstat(self.path).st_size >= (1 if self._guest else self.nbytes)
         except OSError:
             return False
 
     def take(self) -> bool:
         """Take the space, where it is not taken already; False where the disk has no room for it. Raises OSError."""
-        if self.held:
-            return True
+        if self.held or self._guest:
+            return self.held
+        if self.path.is_symlink():
+            self.give_up()
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 _allocate(fd, self.nbytes)
             finally:
@@ -53,7 +58,7 @@ class Reserve:
     def fit(self) -> None:
         """Give back what is more than `nbytes`, where it was taken for a larger limit."""
         with contextlib.suppress(OSError):
-            if os.stat(self.path).st_size > self.nbytes:
+            if os.lstat(self.path).st_size > self.nbytes:
                 os.truncate(self.path, self.nbytes)
 
     def give_up(self) -> None:

@@ -73,6 +73,7 @@ class SqliteStore:
     itemsize            bytes of a number in the pages, by which compression goes
     busy_ms             how long one waits for another process before StoreLocked
     mend                whether a malformed database is put aside and begun anew; else it stays as it is
+    guest               whether it only looks and forgets: then the reserve is left to those who write blocks
     clock, wall         seconds: monotonic, and since 1970. Only `prune` by age goes by the latter
 
     Threads: those that read may be many; one at a time writes (a second waits). `claim` and `release` belong to one.
@@ -92,6 +93,7 @@ class SqliteStore:
         itemsize: int = 2,
         busy_ms: int = 250,
         mend: bool = True,
+        guest: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -107,7 +109,7 @@ class SqliteStore:
         self._compression, self._itemsize, self._wall = compression, itemsize, wall
         self._places = Places(path)
         shares = Shares.of(limit_bytes, self._places.disk_bytes)
-        reserve = Reserve(self._places.reserve, shares.reserve)
+        reserve = Reserve(self._places.reserve, shares.reserve, guest)
         self._quota = Quota(self._places, limit_bytes, tenant_limit_bytes, shares)
         self._index = Index(clock)
         self._tick = 0
