@@ -65,6 +65,20 @@ def test_blocks_are_loaded_as_they_were_saved() -> None:
 
 
 @pytest.mark.promise(4)
+def test_a_loss_is_told_together_with_its_loads_end() -> None:
+    """A load may end between the two calls of a step; told a step too early, its loss would be forgotten."""
+    transfers = Transfers(MemoryStore(), Pages(layers(2), "layout"))
+    assert transfers.take_loaded() == set()
+    transfers.load(Plan(loads=[Load("a", [(key(1),), (key(2),)], [5, 0])]))
+    with transfers._changed:
+        assert transfers._changed.wait_for(lambda: not transfers._going, SETTLED)
+    assert transfers.take_lost() == set()
+    assert transfers.take_loaded() == {"a"}
+    assert transfers.take_lost() == {5, 0}
+    transfers.close()
+
+
+@pytest.mark.promise(4)
 @pytest.mark.parametrize("how", ["damaged", "missing", "layout", "broken", "raises"])
 def test_a_block_that_fails_is_reported_with_all_behind_it(how: str) -> None:
     store = MemoryStore()

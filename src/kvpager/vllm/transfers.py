@@ -51,6 +51,7 @@ class Transfers:
         self._going: dict[str, bool] = {}  # requests whose loads have not ended; whether they are called off
         self._ended: set[str] = set()
         self._lost: set[int] = set()
+        self._told_lost: set[int] = set()  # those of them whose requests `take_loaded` has told
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -95,12 +96,17 @@ class Transfers:
         """Requests whose loads have ended since the last call, well or not."""
         with self._changed:
             ended, self._ended = self._ended, set()
+            self._told_lost |= self._lost
+            self._lost = set()
             return ended
 
     def take_lost(self) -> set[int]:
-        """Numbers of the blocks that could not be loaded, of loads that have ended since the last call."""
+        """Numbers of the blocks that could not be loaded, each once: of loads that `take_loaded` has told have ended.
+
+        One that ends between the two calls is told by the next pair: a loss and its load's end belong to one step.
+        """
         with self._changed:
-            lost, self._lost = self._lost, set()
+            lost, self._told_lost = self._told_lost, set()
             return lost
 
     def take_counts(self) -> dict[str, float]:
