@@ -39,6 +39,7 @@ of kvpager itself is an ``AssertionError`` and never one of these.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 
 __all__ = [
@@ -72,7 +73,13 @@ __all__ = [
     "SwapFull",
     "ThreadError",
     "UnsupportedModel",
+    "is_disk_full",
 ]
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether the system refused to write because there is no room: on the disk, in a quota, or in a file."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class KVPagerError(Exception):

@@ -12,6 +12,7 @@ from kvpager.cli.options import (
     add_load_options,
     add_model_options,
     add_pager_options,
+    load_model,
     number,
     pager_options,
     positive,
@@ -98,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises InputError and ConfigError for what can't be, and what loading a model raises.
     """
-    from kvpager import build
     from kvpager.bench import machine
     from kvpager.bench.engine import require_room
     from kvpager.pictures import check_target
@@ -110,14 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if store is not None and args.compare_pools is not None:
         raise ConfigError("store: with --compare-pools the second pool would find what the first one has stored")
     described, others = machine.describe(), machine.Others()
-    loaded = build.load_model(
-        args.model,
-        dtype=args.dtype,
-        weights=args.weights,
-        threads=args.threads,
-        identify=store is not None,
-        progress=say,
-    )
+    loaded = load_model(args, identify=store is not None)
     require_room(work.items(), min(args.max_model_len or 2**40, loaded.context_length or 2**40))
     bench = Bench(args, loaded, work, options, store)
     bench.warm_up()

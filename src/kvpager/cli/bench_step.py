@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvpager.cli.console import aligned, emit, emit_json, progress, say
-from kvpager.cli.options import add_model_options, add_pager_options, pager_options, positive, whole
+from kvpager.cli.options import add_model_options, add_pager_options, load_model, pager_options, positive, whole
 from kvpager.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def add_parser(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(args: argparse.Namespace) -> int:
     """Measure a decode step; returns 0. Raises InputError and ConfigError for what can't be."""
-    from kvpager import build
     from kvpager.bench import machine
     from kvpager.kernels.choose import native_module
     from kvpager.kernels.cores import default_threads
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     options = pager_options(args)
     options.settings()  # refused before a model is loaded
     described, others = machine.describe(), machine.Others()
-    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
+    loaded = load_model(args)
     threads = args.threads or default_threads()
     result, kernel = _measure(args, loaded, options, threads)
     native, busy = native_module(), others.share

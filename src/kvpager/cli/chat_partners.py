@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 from kvpager.build import PagerOptions, StoreOptions
-from kvpager.cli.console import say
+from kvpager.cli.options import load_model
 from kvpager.errors import InputError, KVPagerError, RemoteError
 
 __all__ = ["Local", "Partner", "Server", "Settings", "Turn"]
@@ -123,14 +123,7 @@ class Local:
         from kvpager.llm import LLM
 
         build.require_engine()
-        loaded = build.load_model(
-            args.model,
-            dtype=args.dtype,
-            weights=args.weights,
-            threads=args.threads,
-            identify=store is not None,
-            progress=say,
-        )
+        loaded = load_model(args, identify=store is not None)
         if not loaded.tokenizer.chat_template:
             raise InputError(f"model: {loaded.name} has no chat template")
         from kvpager.engine.engine import EngineConfig

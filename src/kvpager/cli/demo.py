@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpager.cli import demo_report
 from kvpager.cli.console import emit_json, progress, say
-from kvpager.cli.options import add_model_options, whole
+from kvpager.cli.options import add_model_options, load_model, whole
 from kvpager.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,13 +92,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Show it; returns 0 whatever the scores are. Raises what loading and paging raise."""
-    from kvpager import build
     from kvpager.evaluation.text import bundled_text
     from kvpager.pictures import check_target
 
     target = check_target(args.map or "kvpager-demo.png")
     started = time.perf_counter()
-    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
+    loaded = load_model(args)
     from kvpager.evaluation.codes import CodesTask  # after loading, which sets PyTorch up before its first import
 
     tokens = args.tokens or (2000 if args.quick else 4000)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.console import aligned, emit, emit_json, progress, say
-from kvpager.cli.options import add_model_options, add_pager_options, pager_options, positive, whole
+from kvpager.cli.options import add_model_options, add_pager_options, load_model, pager_options, positive, whole
 from kvpager.config import DIGESTS, MODES, POLICIES
 from kvpager.errors import ConfigError
 
@@ -114,7 +114,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure; returns 0. Raises InputError and ConfigError for what can't be run, before a model is loaded."""
-    from kvpager import build
     from kvpager.evaluation.text import bundled_text, read_text
     from kvpager.pictures import check_target
 
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = series(args)
     if args.chunk % args.tile:
         raise ConfigError(f"chunk: {args.chunk} is not a multiple of tile, {args.tile}")
-    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
+    loaded = load_model(args)
     from kvpager.evaluation.echo import EchoTask, echo_full  # after loading, which sets PyTorch up first
 
     ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.console import emit, emit_json, progress, say
-from kvpager.cli.options import add_model_options, add_pager_options, add_sampling_options, pager_options, positive
+from kvpager.cli.options import (
+    add_model_options,
+    add_pager_options,
+    add_sampling_options,
+    load_model,
+    pager_options,
+    positive,
+)
 from kvpager.errors import InputError
 from kvpager.models.chat import chat_ids
 
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     options.settings()  # refused before a model is loaded
     prompt = read_prompt(args.prompt, args.prompt_file)
     started = time.perf_counter()
-    loaded = build.load_model(args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, progress=say)
+    loaded = load_model(args)
     load_seconds = time.perf_counter() - started
     token_ids = encode(loaded, prompt, raw=args.raw)
     max_tokens = fit(loaded, len(token_ids), args.max_tokens)

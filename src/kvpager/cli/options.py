@@ -10,18 +10,22 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvpager import build
 from kvpager.build import WEIGHTS, PagerOptions
+from kvpager.cli.console import say
 from kvpager.config import DIGESTS, DTYPES, KERNELS, MODES, POLICIES, parse_size
 from kvpager.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvpager.bench.workload import Workload
+    from kvpager.models import LoadedModel
 
 __all__ = [
     "add_load_options",
     "add_model_options",
     "add_pager_options",
     "add_sampling_options",
+    "load_model",
     "number",
     "pager_options",
     "positive",
@@ -124,6 +128,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 256),
         metavar="N",
         help="threads for the model and the kernels (default: physical cores)",
+    )
+
+
+def load_model(args: argparse.Namespace, *, identify: bool = False) -> LoadedModel:
+    """The model that :func:`add_model_options` parsed; `identify` and what it raises as in `build.load_model`."""
+    return build.load_model(
+        args.model, dtype=args.dtype, weights=args.weights, threads=args.threads, identify=identify, progress=say
     )
 
 

@@ -14,6 +14,7 @@ from kvpager.cli.options import (
     DEFAULT_MODEL,
     add_model_options,
     add_pager_options,
+    load_model,
     number,
     pager_options,
     positive,
@@ -284,14 +285,7 @@ class Maker:
         from kvpager.server.service import Served
 
         args = self._args
-        loaded = build.load_model(
-            args.model,
-            dtype=args.dtype,
-            weights=args.weights,
-            threads=args.threads,
-            identify=self._store is not None,
-            progress=say,
-        )
+        loaded = load_model(args, identify=self._store is not None)
         engine = build.make_engine(loaded, self._options, self._config, store=self._store)
         longest = self._config.max_model_len or loaded.context_length or 0
         self._held = [memory_line(engine, loaded.weight_bytes), *self._store_lines(engine)]

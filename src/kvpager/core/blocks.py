@@ -17,12 +17,12 @@ import numpy as np
 from kvpager.ports import Bytes
 from kvpager.stored import TENANT_BYTES
 
-__all__ = ["Blocks", "KeyMaker", "Name", "Prefix", "packed", "tenant", "tenant_of"]
+__all__ = ["Blocks", "KeyMaker", "Name", "Prefix", "fields", "packed", "tenant", "tenant_of"]
 
 _FORMAT = b"kvpager-block-1"
 
 
-def _fields(*parts: bytes) -> bytes:
+def fields(*parts: bytes) -> bytes:
     """Length-prefixed, so that ("a", "bc") and ("ab", "c") differ."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
@@ -34,7 +34,7 @@ def packed(tokens: list[int]) -> bytes:
 
 def tenant_of(root: bytes) -> bytes:
     """16 bytes that tell whose the blocks under a root are, and not what the salt is; zeros without a salt."""
-    return hashlib.sha256(_fields(_FORMAT, b"tenant", root)).digest()[:TENANT_BYTES] if root else bytes(TENANT_BYTES)
+    return hashlib.sha256(fields(_FORMAT, b"tenant", root)).digest()[:TENANT_BYTES] if root else bytes(TENANT_BYTES)
 
 
 def tenant(salt: bytes) -> bytes:
@@ -53,17 +53,17 @@ class KeyMaker:
     @staticmethod
     def root(salt: bytes) -> bytes:
         """What stands for the parent of a first block: b"" without a salt, else 32 bytes that are no block's key."""
-        return hashlib.sha256(_fields(_FORMAT, b"salt", salt)).digest() if salt else b""
+        return hashlib.sha256(fields(_FORMAT, b"salt", salt)).digest() if salt else b""
 
     def private(self, root: bytes, parent: bytes, tokens: bytes, pages: Bytes) -> bytes:
         """The 32-byte key of a block that only its own sequence goes on with: of its pages, which say how they came."""
-        material = hashlib.sha256(_fields(_FORMAT, self._namespace, b"private", root, parent, tokens))
+        material = hashlib.sha256(fields(_FORMAT, self._namespace, b"private", root, parent, tokens))
         material.update(np.ascontiguousarray(pages).data)
         return material.digest()
 
     def key(self, parent: bytes, tokens: bytes, approximate: bool) -> bytes:
         """The 32-byte key of a block with `tokens` (little-endian int64) after the block `parent` (b"" for none)."""
-        material = _fields(_FORMAT, self._namespace, self._numerics[approximate], parent, tokens)
+        material = fields(_FORMAT, self._namespace, self._numerics[approximate], parent, tokens)
         return hashlib.sha256(material).digest()
 
 

@@ -169,7 +169,7 @@ class Keeper:
         now = state.residency.clock.tick
         for layer in range(state.shape.layers):
             state.scorer.born(rows, layer, depths, now)
-        mark = state.scorer.kind.encode() + b"\0"
+        mark = self._mark
         size = state.scorer.dump(rows[:1]).shape[1]
         known = [i for i, (_, head) in enumerate(fresh) if self._known(head.scores, mark, size)]
         if known:
@@ -297,8 +297,13 @@ class Keeper:
         name.hits = 0
         return StoredBlock(head, pages)
 
+    @property
+    def _mark(self) -> bytes:
+        """What stands before scores and says how they are to be read."""
+        return self._state.scorer.kind.encode() + b"\0"
+
     def _scores(self, rows: IntArray) -> list[bytes]:
-        mark = self._state.scorer.kind.encode() + b"\0"
+        mark = self._mark
         return [mark + one.tobytes() for one in self._state.scorer.dump(rows)]
 
     # -- what becomes of them

@@ -65,6 +65,12 @@ class PageTable:
         """Flat indices of pages: the owners' names in the frame pool."""
         return (rows * self.layers + layer) * self.heads + heads
 
+    def pages(self, rows: IntArray) -> IntArray:
+        """Flat indices of all pages of blocks [n], block by block: [n * layers * heads]."""
+        pages = self.layers * self.heads
+        flat: IntArray = (rows[:, None] * pages + np.arange(pages)).reshape(-1)
+        return flat
+
     def evictions(self, rows: IntArray) -> int:
         """How often a page of these blocks has left the pool."""
         return int(self.left[rows].sum())

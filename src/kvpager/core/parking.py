@@ -67,17 +67,11 @@ def _open_pages(state: State, sequence: Sequence) -> IntArray:
     """Flat indices of the open block's pages in all layers: [layers * heads], or none."""
     if sequence.length % state.config.page_size == 0:
         return np.empty(0, np.int64)
-    return _pages(state, sequence.rows[-1:])
+    return state.table.pages(sequence.rows[-1:])
 
 
 def _unshared(state: State, sequence: Sequence) -> IntArray:
     """Flat indices of the pages of full blocks that no other running sequence holds."""
     rows = sequence.rows[: sequence.length // state.config.page_size]
     others = [other.rows for other in state.sequences.values() if other is not sequence and not other.parked]
-    return _pages(state, rows[~np.isin(rows, np.concatenate([rows[:0], *others]))])
-
-
-def _pages(state: State, rows: IntArray) -> IntArray:
-    pages = state.table.layers * state.table.heads
-    flat: IntArray = (rows[:, None] * pages + np.arange(pages)).reshape(-1)
-    return flat
+    return state.table.pages(rows[~np.isin(rows, np.concatenate([rows[:0], *others]))])

@@ -21,7 +21,6 @@ from kvpager.core.sequence import Sequence
 from kvpager.core.state import State, approximate_settings
 from kvpager.core.transaction import frames_needed
 from kvpager.errors import KVPagerError, PageLost, SwapError
-from kvpager.ports import IntArray
 from kvpager.stored import KEY_BYTES
 
 __all__ = ["SavedSequence", "restore", "save"]
@@ -119,12 +118,7 @@ def _open_pieces(state: State, sequence: Sequence) -> npt.NDArray[np.uint8]:
     if sequence.stash is not None:
         assert state.swap is not None
         return state.swap.read(sequence.stash)
-    return state.residency.storage.suspend(_open_frames(state, int(sequence.rows[-1])))
-
-
-def _open_frames(state: State, row: int) -> IntArray:
-    frames: IntArray = state.table.frame[row].reshape(-1).astype(np.int64)
-    return frames
+    return state.residency.storage.suspend(state.table.frame[sequence.rows[-1]].reshape(-1).astype(np.int64))
 
 
 def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int], salt: bytes) -> Sequence | None:
@@ -208,9 +202,9 @@ def _reopen(state: State, sequence: Sequence, saved: SavedSequence) -> None:
     state.require_frames(frames_needed(state, {}) + state.shape.layers * state.shape.kv_heads, "a saved sequence")
     row = state.blocks.take()
     state.fit()
-    rows, pages = np.array([row]), state.shape.layers * state.shape.kv_heads
+    rows = np.array([row])
     try:
-        state.residency.reopen(row * pages + np.arange(pages), saved.arrays["open"])
+        state.residency.reopen(state.table.pages(rows), saved.arrays["open"])
     except KVPagerError:
         state.blocks.drop(row)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from kvpager.core.blocks import tenant
+from kvpager.core.blocks import fields, tenant
 from kvpager.engine.session_record import SessionRecord
 from kvpager.errors import InputError
 
@@ -23,8 +23,7 @@ def session_key(salt: bytes, name: str) -> bytes:
     """
     if not isinstance(name, str) or not 1 <= len(name) <= MOST_CHARACTERS or not name.isprintable():
         raise InputError(f"session: a name has 1 to {MOST_CHARACTERS} printable characters")
-    parts = (_FORMAT, salt, name.encode())
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+    return hashlib.sha256(fields(_FORMAT, salt, name.encode())).digest()
 
 
 @dataclass

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpager.core.blocks import fields
 from kvpager.errors import ModelNotFound
 from kvpager.kernels.cores import default_threads
 
@@ -37,15 +38,15 @@ def fingerprint(model: PreTrainedModel, threads: int | None = None) -> str:
     Take it before weights are packed: what is packed is derived, and depends on who computes.
     """
     whole = hashlib.sha256()
-    _add(whole, f"{type(model).__module__}.{type(model).__qualname__}".encode())
-    _add(whole, json.dumps(settings_of(model.config.to_dict()), sort_keys=True, default=str).encode())
+    whole.update(fields(f"{type(model).__module__}.{type(model).__qualname__}".encode()))
+    whole.update(fields(json.dumps(settings_of(model.config.to_dict()), sort_keys=True, default=str).encode()))
     with ThreadPoolExecutor(threads or default_threads(), "kvpager-fingerprint") as pool:
         tensors = list(_tensors(model))
         digests = pool.map(_digest, (piece for _, tensor in tensors for piece in _pieces(tensor)))
         for name, tensor in tensors:
-            _add(whole, f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+            whole.update(fields(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode()))
             for _ in range(-(-tensor.nbytes // PIECE_BYTES)):
-                _add(whole, next(digests))
+                whole.update(fields(next(digests)))
     return whole.hexdigest()
 
 
@@ -62,23 +63,18 @@ def fingerprint_files(path: Path, threads: int | None = None) -> str:
     with ThreadPoolExecutor(threads or default_threads(), "kvpager-fingerprint") as pool:
         for file in files:
             size = file.stat().st_size
-            _add(whole, b"" if path.is_file() else file.name.encode())
-            _add(whole, str(size).encode())
+            whole.update(fields(b"" if path.is_file() else file.name.encode()))
+            whole.update(fields(str(size).encode()))
             with file.open("rb") as opened:
                 starts = range(0, size, PIECE_BYTES)
                 for digest in pool.map(_digest_at, [opened.fileno()] * len(starts), starts):
-                    _add(whole, digest)
+                    whole.update(fields(digest))
     return whole.hexdigest()
 
 
 def settings_of(config: Mapping[str, object]) -> dict[str, object]:
     """Of a model's configuration, what its keys and values depend on."""
     return {name: value for name, value in config.items() if name not in ORIGIN and not name.startswith("_")}
-
-
-def _add(whole: hashlib._Hash, field: bytes) -> None:
-    """Length-prefixed, so that no two runs of fields are the same bytes."""
-    whole.update(len(field).to_bytes(8, "little") + field)
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from kvpager.errors import InputError, StoreDamaged, StoreError, StoreForeign, StoreFull, StoreNewer, StoreUnavailable
+from kvpager.errors import (
+    InputError,
+    StoreDamaged,
+    StoreError,
+    StoreForeign,
+    StoreFull,
+    StoreNewer,
+    StoreUnavailable,
+    is_disk_full,
+)
 from kvpager.stored import KEY_BYTES, TENANT_BYTES
 from kvpager.stores.packages import xxh3
 
@@ -35,7 +44,6 @@ _ENTRY = struct.Struct(f"<I{KEY_BYTES}s{TENANT_BYTES}sQQ")
 _SUM = struct.Struct("<Q")
 _BLOCK, _RECORD, _END = 1, 2, 3
 _KINDS: dict[str, int] = {"block": _BLOCK, "record": _RECORD}
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -172,7 +180,7 @@ def _read_fields(file: IO[bytes], what: str) -> tuple[int, bytes, bytes, int, in
 
 
 def _outside(error: OSError, path: Path) -> StoreError:
-    if error.errno in _NO_ROOM:
+    if is_disk_full(error):
         return StoreFull(f"{path} could not be written, the disk is full: {error.strerror}")
     kind = "readonly" if error.errno in _READ_ONLY else "io"
     return StoreUnavailable(kind, f"{path} could not be written or read: {error.strerror}")

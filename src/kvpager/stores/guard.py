@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvpager.errors import StoreError, StoreFull, StoreUnavailable
+from kvpager.errors import StoreError, StoreFull, StoreUnavailable, is_disk_full
 from kvpager.stores.breaker import Breaker
 from kvpager.stores.limits import Limits
 from kvpager.stores.tier import Tier
@@ -26,7 +25,6 @@ LASTING = ("full", "readonly")
 """Kinds of failure that trying again at once does not mend."""
 
 _FOR_GOOD = ("foreign", "newer")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Guard:
@@ -177,7 +175,7 @@ class Guard:
     def _kind(error: Exception) -> str:
         if isinstance(error, StoreError):
             return error.kind
-        return "full" if isinstance(error, OSError) and error.errno in _NO_ROOM else "io"
+        return "full" if isinstance(error, OSError) and is_disk_full(error) else "io"
 
     def _count(self, side: str, kind: str, text: str, opened: bool) -> None:
         with self._lock:

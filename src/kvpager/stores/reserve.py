@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from pathlib import Path
 
-__all__ = ["Reserve"]
+from kvpager.errors import is_disk_full
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+__all__ = ["Reserve"]
 
 
 class Reserve:
@@ -50,7 +49,7 @@ class Reserve:
                 os.close(fd)
         except OSError as error:
             self.give_up()
-            if error.errno not in _NO_ROOM:
+            if not is_disk_full(error):
                 raise
             return False
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import resource
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpager.errors import SwapError, SwapFull
+from kvpager.errors import SwapError, SwapFull, is_disk_full
 from kvpager.ports import Bytes, IntArray
 from kvpager.swap.slots import SlabSwap
 
@@ -22,7 +21,6 @@ __all__ = ["FileSwap"]
 
 _GAP_BYTES = 2**16  # a call costs more than reading so much too much
 HINTS = 64
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileSwap(SlabSwap):
@@ -94,7 +92,7 @@ class FileSwap(SlabSwap):
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, offset)
             message = f"swap file {self.path}: no room for {length} more bytes ({offset} bytes held): {error.strerror}"
-            raise (SwapFull if error.errno in _NO_ROOM else SwapError)(message) from error
+            raise (SwapFull if is_disk_full(error) else SwapError)(message) from error
         self._maps.append(mapped)
         return np.frombuffer(mapped, np.uint8).reshape(slots, self.page_bytes)
 
