@@ -60,9 +60,11 @@ class FrameStorage(Protocol):
 
     memory  uint8 [frames, page_bytes], the frames themselves where they lie so that a full page's row is what `dump`
             gives and `load` takes, and may be read and written in its place; None where they don't
+    pieces  pages' bytes that an open page takes in what `suspend` gives
     """
 
     memory: Bytes | None
+    pieces: int
 
     @property
     def page_bytes(self) -> int:
@@ -94,10 +96,10 @@ class FrameStorage(Protocol):
         """These frames' pages are full for good, or gone: what was held beside them to open them again may go."""
 
     def suspend(self, frames: IntArray) -> Bytes:
-        """All that open pages need to go on elsewhere: uint8 [n * k, page_bytes], k pieces a page after one another."""
+        """All that open pages need to go on elsewhere: uint8 [n * pieces, page_bytes], a page's after one another."""
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
-        """Make frames hold what `suspend` gave, [n * k, page_bytes]: all that is done next gives the same bits."""
+        """Make frames hold what `suspend` gave, [n * pieces, page_bytes]: all that is done next gives the same bits."""
 
 
 class PageList(NamedTuple):

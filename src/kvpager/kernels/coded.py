@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvpager.config import KVShape
 from kvpager.ports import BoolArray, FloatArray, FrameStorage, IntArray
 
-__all__ = ["CodedStorage", "coded", "resume", "suspend"]
+__all__ = ["PIECES", "CodedStorage", "coded", "resume", "suspend"]
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.int8]
@@ -69,6 +69,8 @@ class CodedStorage:
     Until then it is held in float32 beside the frames. That copy stays when the page fills, since a rollback may open
     the page again; it goes at `finish`, or when another page takes the frame.
     """
+
+    pieces = PIECES
 
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
         dim = shape.head_dim

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvpager import _native
 from kvpager.config import KVShape
-from kvpager.kernels.coded import resume, suspend
+from kvpager.kernels.coded import PIECES, resume, suspend
 from kvpager.ports import FloatArray, IntArray
 
 __all__ = ["NativeStorage"]
@@ -28,6 +28,7 @@ class NativeStorage:
         self._page = (page_size, shape.head_dim)
         self.memory: Bytes | None = self.native.memory
         self._coded = shape.dtype == "int8"
+        self.pieces = PIECES if self._coded else 1
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +71,7 @@ class NativeStorage:
         self.native.finish(np.ascontiguousarray(frames, np.int64))
 
     def suspend(self, frames: IntArray) -> Bytes:
-        """All that open pages need to go on elsewhere, uint8 [n * k, page_bytes]; k is 4 for int8, else 1."""
+        """All that open pages need to go on elsewhere, uint8 [n * pieces, page_bytes]."""
         if not self._coded:
             return self.dump(frames)
         held = np.empty(len(frames), np.bool_)

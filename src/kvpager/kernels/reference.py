@@ -76,6 +76,8 @@ class ReferenceStorage:
     bfloat16 is held as uint16 (NumPy has no such type) and rounded to nearest even on the way in.
     """
 
+    pieces = 1
+
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
         stored = _STORED[shape.dtype]
         self._dims = (page_size, shape.head_dim)
