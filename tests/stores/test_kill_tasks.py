@@ -13,7 +13,7 @@ from kvpager.stores.schema import MIGRATIONS, VERSION, migrate
 from tests.stores.fake import key_of
 from tests.stores.sqlite_rig import MINE, YOURS, chain, found, other_process, raw, store
 
-KILLS = 12
+KILLS = 8
 THEIRS = [chain(4, seed, tenant=YOURS) for seed in range(20)]
 OWN = [chain(4, seed, tenant=MINE) for seed in range(20, 40)]
 ALL = [block for one in (*THEIRS, *OWN) for block in one]

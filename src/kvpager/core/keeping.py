@@ -228,7 +228,7 @@ class Keeper:
             names = [state.blocks.name(row) for row in some]
             keys = [b"" if name is None else name.key for name in names]
             for row, pages in zip(some, self.store.get(keys), strict=True):
-                if pages is None:
+                if pages is None or pages.shape != (self._pages, state.page_bytes):
                     lost.append(row)
                     continue
                 state.residency.adopt(row, pages)

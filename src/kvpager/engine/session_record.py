@@ -1,8 +1,8 @@
 """What is stored of a session between two of its requests, as bytes and back.
 
-A record bears a seal: an HMAC of all of it with a secret of its tenant's salt and its name. What somebody else has
-written or changed, or another session's record, is no record, though every checksum be right. Where tenants have salts
-nobody can make a seal who does not know the salt; where they have none, it tells mistakes from records.
+A record bears a seal: a hash of all of it, keyed with a secret of its tenant's salt and its name. What somebody else
+has written or changed, or another session's record, is no record, though every checksum be right. Where tenants have
+salts, nobody can make a seal who does not know the salt; where they have none, it tells mistakes from records.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def sealed(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], se
 
 
 def _seal(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], secret: bytes) -> str:
-    return hmac.new(secret, pack_record(header, arrays), hashlib.sha256).hexdigest()
+    return hashlib.blake2b(pack_record(header, arrays), key=secret, digest_size=32).hexdigest()
 
 
 def _read(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], vocabulary: int) -> SessionRecord | None:
