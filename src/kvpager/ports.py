@@ -95,8 +95,11 @@ class FrameStorage(Protocol):
     def finish(self, frames: IntArray) -> None:
         """These frames' pages are full for good, or gone: what was held beside them to open them again may go."""
 
-    def suspend(self, frames: IntArray) -> Bytes:
-        """All that open pages need to go on elsewhere: uint8 [n * pieces, page_bytes], a page's after one another."""
+    def suspend(self, frames: IntArray, tokens: int | None = None) -> Bytes:
+        """All that open pages need to go on elsewhere: uint8 [n * pieces, page_bytes], a page's after one another.
+
+        With `tokens`, the first of each page, nothing else is in it: a frame still holds what it held before its page.
+        """
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Make frames hold what `suspend` gave, [n * pieces, page_bytes]: all that is done next gives the same bits."""

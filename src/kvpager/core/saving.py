@@ -113,11 +113,17 @@ def _named(state: State, keeper: Keeper, sequence: Sequence) -> list[bytes] | No
 
 
 def _open_pieces(state: State, sequence: Sequence) -> npt.NDArray[np.uint8]:
-    """All that the open block's pages need to go on: from its frames, or from swap while it is parked."""
+    """All that the open block's pages need to go on: from its frames, or from swap while it is parked.
+
+    Nothing else that lies there: a frame may have been another tenant's before.
+    """
+    size, storage = state.config.page_size, state.residency.storage
+    frames = state.table.frame[sequence.rows[-1]].reshape(-1).astype(np.int64)
     if sequence.stash is not None:
         assert state.swap is not None
-        return state.swap.read(sequence.stash)
-    return state.residency.storage.suspend(state.table.frame[sequence.rows[-1]].reshape(-1).astype(np.int64))
+        storage, frames = state.kernel.storage(len(frames), state.shape, size), np.arange(len(frames))
+        storage.resume(frames, state.swap.read(sequence.stash))
+    return storage.suspend(frames, sequence.length % size)
 
 
 def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int], salt: bytes) -> Sequence | None:

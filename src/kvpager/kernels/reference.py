@@ -125,9 +125,12 @@ class ReferenceStorage:
     def finish(self, frames: IntArray) -> None:
         """Nothing is held beside frames."""
 
-    def suspend(self, frames: IntArray) -> Bytes:
+    def suspend(self, frames: IntArray, tokens: int | None = None) -> Bytes:
         """The bytes of open pages, uint8 [n, page_bytes]."""
-        return self.dump(frames)
+        pages = self.dump(frames)
+        if tokens is not None:
+            pages.reshape(len(pages), 2, self._dims[0], -1)[:, :, tokens:] = 0
+        return pages
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Frames hold these pages again, uint8 [n, page_bytes]."""
