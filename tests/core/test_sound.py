@@ -111,3 +111,20 @@ def test_a_block_of_an_answer_that_follows_on_another_is_not_taken(change: dict[
     restored = fed.pager.restore(left, NEXT)
     assert restored.length == 96
     fed.pager.check()
+
+
+@pytest.mark.parametrize("budget", [None, 48])
+@pytest.mark.parametrize("length", [8, 17, 64, 75, 76, 97, 104])
+def test_what_was_forked_and_cropped_goes_on_as_well(length: int, budget: int | None) -> None:
+    fed = Fed(MemoryStore(), budget=budget)
+    sequence = fed.open(PROMPT)
+    fed.run(sequence, PROMPT)
+    fed.run(sequence, ANSWERED, singly=True)
+    fork = fed.pager.fork(sequence)
+    fed.pager.crop(fork, length)
+    for one in (fork, sequence):
+        left = fed.pager.save(one)
+        again = fed.pager.restore(left, [*ANSWERED[: one.length], 5])
+        assert again.length == one.length
+        fed.pager.close(again)
+    fed.pager.check()
