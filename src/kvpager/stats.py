@@ -99,7 +99,8 @@ class StoreStats:
     waiting          blocks taken that are not written yet; waiting_bytes: of them
     dropped          blocks that made way for others (the quota)
     damaged          blocks that did not match their checksums or their keys
-    errors           failures by kind: "full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow"
+    errors           failures by kind: "full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow",
+                     "large" (a session that its limit has no room for)
     """
 
     state: str = "ok"

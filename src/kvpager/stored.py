@@ -13,7 +13,7 @@ from typing import Protocol
 from kvpager.ports import Bytes
 from kvpager.stats import StoreStats
 
-__all__ = ["KEY_BYTES", "TENANT_BYTES", "BlockHead", "BlockStore", "Scores", "StoredBlock"]
+__all__ = ["KEY_BYTES", "TENANT_BYTES", "BlockHead", "BlockStore", "Erasing", "Scores", "StoredBlock"]
 
 KEY_BYTES = 32
 TENANT_BYTES = 16
@@ -74,6 +74,17 @@ class Scores:
     hits: int
 
 
+class Erasing(Protocol):
+    """All of a tenant on its way out of a store. May be asked by any thread."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is done, or has taken so long that nobody should wait: it goes on behind then."""
+
+    def wait(self) -> int:
+        """Wait until it has ended; how many blocks and records there were, as far as that is known then."""
+
+
 class BlockStore(Protocol):
     """Complete blocks by key, durable or shared; every call takes many.
 
@@ -131,8 +142,8 @@ class BlockStore(Protocol):
     def release(self, key: bytes) -> None:
         """Let others claim a record."""
 
-    def erase(self, tenant: bytes) -> int:
-        """Forget all blocks and records of a tenant, those that wait to be written too; returns how many there were."""
+    def erase(self, tenant: bytes) -> Erasing:
+        """Forget all blocks and records of a tenant, those that wait to be written too. None is found from now on."""
 
     def stats(self) -> StoreStats:
         """Counters and sizes."""

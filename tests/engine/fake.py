@@ -112,7 +112,7 @@ class FakeEngine:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         raise InputError("session: there is no store")
 
-    def erase(self, salt: bytes) -> int:
+    def erase(self, salt: bytes) -> Any:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         raise InputError("session: there is no store")
 

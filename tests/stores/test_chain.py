@@ -264,13 +264,13 @@ def test_all_of_a_tenant_is_erased_wherever_it_is(make: Make, tier: FakeTier) ->
     chain.put([block(5, tenant=MINE), block(6)])
     chain.save_record(key_of(102), MINE, b"waiting")
     gate.open()
-    assert chain.erase(MINE) == 6
+    assert chain.erase(MINE).wait() == 6
     assert chain.contains([key_of(i) for i in range(1, 7)]) == [False, False, True, False, False, True]
     assert [chain.load_record(key_of(i)) for i in (100, 101, 102)] == [None, b"another's", None]
     assert chain.flush(SETTLED)
     assert set(tier.blocks) == {key_of(3), key_of(6)}
     assert set(tier.records) == {key_of(101)}
-    assert chain.erase(MINE) == 0
+    assert chain.erase(MINE).wait() == 0
     chain.put([block(1, tenant=MINE)])
     assert chain.flush(SETTLED)
     assert key_of(1) in tier.blocks
@@ -281,7 +281,7 @@ def test_erasing_that_takes_long_goes_on_behind_and_hides_what_it_is_about(make:
     chain.put([block(1, tenant=MINE), block(2)])
     assert chain.flush(SETTLED)
     gate = Gate(tier, "erase")
-    assert chain.erase(MINE) == 0
+    assert chain.erase(MINE).wait() == 0
     assert chain.heads([key_of(1), key_of(2)]) == [None, block(2).head]
     gate.open()
     assert chain.flush(SETTLED)
@@ -354,7 +354,7 @@ def test_what_is_prefetched_is_read_once_and_forgotten_when_it_is_dropped(make: 
     chain.drop([key_of(4)])
     assert chain.get([key_of(4)]) == [None]
     chain.prefetch([key_of(5)])
-    chain.erase(NOBODY)
+    chain.erase(NOBODY).wait()
     assert chain.get([key_of(5)]) == [None]
 
 
@@ -377,7 +377,7 @@ def test_close_writes_what_waits_and_takes_nothing_more(make: Make, tier: FakeTi
     chain.drop([key_of(1)])
     chain.drop_record(key_of(1))
     chain.prefetch([key_of(1)])
-    assert chain.erase(MINE) == 0
+    assert chain.erase(MINE).wait() == 0
     assert chain.stats().stored == 3
 
 

@@ -112,7 +112,7 @@ def test_nothing_is_raised_whatever_fails(make: Make, tier: FakeTier, error: Exc
         chain.drop([key_of(1)])
         chain.save_record(key_of(1), NOBODY, b"record")
         chain.drop_record(key_of(1))
-        assert chain.erase(NOBODY) <= 3  # what waited
+        assert chain.erase(NOBODY).wait() <= 3  # what waited
         stats = chain.stats()
         assert stats.state in (kind, "off")
         assert stats.errors[kind] > 0
@@ -312,7 +312,7 @@ def test_on_a_full_disk_forgetting_does_not_wait(make: Make, tier: FakeTier, clo
     chain.put([block(3)])
     assert chain.flush(SETTLED)
     chain.drop([key_of(1)])
-    assert chain.erase(NOBODY) == 1
+    assert chain.erase(NOBODY).wait() == 1
     assert tier.blocks == {}
     assert chain.stats().state == "full"  # what was given free is no proof that there is room
     assert chain.room == 0
@@ -327,7 +327,7 @@ def test_erasing_is_tried_for_as_long_as_it_takes(make: Make, tier: FakeTier, cl
     tier.put([block(1)])
     chain = make()
     fail(tier, ("erase",), StoreUnavailable("io", "failing"))
-    assert chain.erase(NOBODY) == 0
+    assert chain.erase(NOBODY).wait() == 0
     for tries in range(1, 20):
         until(chain, lambda tries=tries: chain.stats().errors.get("io", 0) >= tries)  # type: ignore[misc]
         clock.now += 20
@@ -356,7 +356,7 @@ def test_a_tier_that_is_not_ours_is_off_for_good(
     assert chain.room == 0
     assert chain.put([block(3)]) == 0
     assert not chain.save_record(key_of(100), NOBODY, b"record")
-    assert chain.erase(NOBODY) == 0
+    assert chain.erase(NOBODY).wait() == 0
     assert chain.flush(SETTLED)
     assert tier.calls == []
     stats = chain.stats()

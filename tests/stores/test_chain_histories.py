@@ -71,7 +71,7 @@ class Histories(RuleBasedStateMachine):
         self.settle()
         blocks = [key for key, head in self.heads.items() if head.tenant == tenant]
         records = [key for key, (owner, _) in self.records.items() if owner == tenant]
-        assert self.chain.erase(tenant) == len(blocks) + len(records)
+        assert self.chain.erase(tenant).wait() == len(blocks) + len(records)
         for key in blocks:
             del self.heads[key]
         for key in records:

@@ -232,7 +232,7 @@ def left_alone(path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     assert store.room == 0
     assert not store.save_record(RECORD, NOBODY, b"")
     assert store.claim(RECORD)
-    assert store.erase(NOBODY) == 0
+    assert store.erase(NOBODY).wait() == 0
     assert (store.stats().state, store.stats().errors) == ("off", {kind: 1})
     store.close()
     assert len(caplog.records) == 1
@@ -383,7 +383,7 @@ FULL_DISK = """
     if way == "rlimit":  # a file that may not grow is not helped by what is deleted
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         clock.now += 1000
-    erased = store.erase(MINE)
+    erased = store.erase(MINE).wait()
     after = there(store, range(taken))
     clock.now += 1000
     goes_on(store, 6000)

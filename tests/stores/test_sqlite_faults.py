@@ -566,4 +566,4 @@ def test_a_transaction_that_does_not_fit_changes_nothing(path: Path) -> None:
 
 def test_every_error_has_a_word_for_the_counters() -> None:
     kinds = {error.kind for error in StoreError.__subclasses__() if "kind" in vars(error)}
-    assert kinds == {"damaged", "foreign", "newer", "full", "locked"}
+    assert kinds == {"damaged", "foreign", "newer", "full", "large", "locked"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpager.errors import InputError, StoreFull, StoreLocked
+from kvpager.errors import InputError, StoreLocked, StoreTooLarge
 from kvpager.stored import Scores, StoredBlock
 from kvpager.stores.sqlite import SqliteStore
 from tests.stores.fake import Clock, key_of
@@ -151,10 +151,10 @@ def test_a_block_larger_than_the_store_is_left_out_and_a_record_is_refused(path:
     (small,), (large,) = chain(1), chain(1, 1, pages=90, page_bytes=65536)
     assert tier.put([large, small]) == 1
     assert found(tier, [large, small]) == [False, True]
-    with pytest.raises(StoreFull, match="no room for a record of 6291456 bytes"):
+    with pytest.raises(StoreTooLarge, match="no room for a record of 6291456 bytes"):
         tier.save_record(key_of(1), MINE, bytes(6 * MIB))
     tier.save_record(key_of(1), MINE, b"old")
-    with pytest.raises(StoreFull):
+    with pytest.raises(StoreTooLarge):
         tier.save_record(key_of(1), MINE, bytes(6 * MIB))
     assert tier.load_record(key_of(1)) == b"old"
     tier.close()

@@ -23,6 +23,7 @@ __all__ = ["AsyncEngine", "Health", "State"]
 
 State = Literal["loading", "ready", "draining", "stopped", "failed"]
 T = TypeVar("T")
+LOOK_S = 0.005  # between two looks at a store that erases
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class AsyncEngine:
         self._live: dict[str, int] = {}  # requests of the engine, and choices that run; its thread alone uses it
         self._wake = threading.Condition()
         self._calls: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()
+        self._erasing: dict[bytes, asyncio.Lock] = {}
         self._outbox: list[Output] = []
         self._halt = False
         self._health = Health("loading")
@@ -148,8 +150,16 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.forget_session(salt, name))
 
     async def erase(self, salt: bytes) -> int:
-        """As the engine's, between two steps; raises EngineStopped where there is no engine."""
-        return await self._call(lambda engine: engine.erase(salt))
+        """As the engine's; returns how many blocks and sessions there were. Raises EngineStopped without an engine.
+
+        Requests go on while the store erases. A tenant that asks again waits until that is done, so that between two
+        of its wishes the store gets to what others have for it.
+        """
+        async with self._erasing.setdefault(salt, asyncio.Lock()):
+            erasing = await self._call(lambda engine: engine.erase(salt))
+            while not erasing.ended:
+                await asyncio.sleep(LOOK_S)
+            return erasing.wait()
 
     @property
     def store_state(self) -> str | None:

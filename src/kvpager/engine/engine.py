@@ -25,7 +25,7 @@ from kvpager.engine.text import TextState, decoder
 from kvpager.errors import EngineStopped, InputError, PageLost, PoolExhausted, QueueFull, SwapError
 from kvpager.hf.shape import kv_shape
 from kvpager.models import LoadedModel
-from kvpager.stored import BlockStore
+from kvpager.stored import BlockStore, Erasing
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -65,7 +65,7 @@ class Engine:
         self.pager = Pager(shape, pager_settings(self.config, pager, shape), store=store)
         self.pager.populate()
         try:
-            self._sessions = Sessions(self.pager)
+            self._sessions = Sessions(self.pager, self._vocabulary)
             self._room = Room(self.pager, self.config.max_num_seqs, model_length(self.config, loaded))
             self._scheduler = Scheduler(
                 self.pager,
@@ -240,10 +240,11 @@ class Engine:
         """
         return self._sessions.forget(salt, name)
 
-    def erase(self, salt: bytes) -> int:
-        """Forget all that a tenant has in pool and store; returns how many blocks and sessions the store had.
+    def erase(self, salt: bytes) -> Erasing:
+        """Forget all that a tenant has in pool and store: none of it is found from now on.
 
-        Requests that run go on, and their sessions are not saved. Raises InputError without a store.
+        What is returned says when the store has none of it any more, and how many blocks and sessions it had. Requests
+        that run go on, and their sessions are not saved. Raises InputError without a store.
         """
         return self._sessions.erase(salt)
 

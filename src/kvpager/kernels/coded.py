@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvpager.config import KVShape
 from kvpager.ports import BoolArray, FloatArray, FrameStorage, IntArray
 
-__all__ = ["CodedStorage", "coded", "resume", "suspend"]
+__all__ = ["PIECES", "CodedStorage", "coded", "resume", "suspend"]
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.int8]
@@ -35,7 +35,7 @@ def _plain(scales: Scales) -> FloatArray:
 PIECES = 4  # what an open page in float32 takes, in coded pages
 
 
-def suspend(storage: FrameStorage, frames: IntArray, held: BoolArray) -> Bytes:
+def suspend(storage: FrameStorage, frames: IntArray, held: BoolArray, tokens: int | None) -> Bytes:
     """FrameStorage.suspend for int8: uint8 [4 n, page_bytes]; `held` [n] says which pages are held in float32.
 
     A page that was full and was cut is not: its codes are then all there is of it. The last byte says which it is,
@@ -46,6 +46,8 @@ def suspend(storage: FrameStorage, frames: IntArray, held: BoolArray) -> Bytes:
     pages[~held, : storage.page_bytes] = storage.dump(frames[~held])
     if held.any():
         numbers = np.stack(storage.read(frames[held], np.ones(int(held.sum()), np.int64)), axis=1)
+        if tokens is not None:
+            numbers[:, :, tokens:] = 0
         plain = numbers.reshape(len(numbers), -1).view(np.uint8)
         pages[held, : plain.shape[1]] = plain
     return pages.reshape(-1, storage.page_bytes)
@@ -69,6 +71,8 @@ class CodedStorage:
     Until then it is held in float32 beside the frames. That copy stays when the page fills, since a rollback may open
     the page again; it goes at `finish`, or when another page takes the frame.
     """
+
+    pieces = PIECES
 
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
         dim = shape.head_dim
@@ -152,9 +156,9 @@ class CodedStorage:
             for frame in frames.tolist():
                 self._open.pop(frame, None)
 
-    def suspend(self, frames: IntArray) -> Bytes:
+    def suspend(self, frames: IntArray, tokens: int | None = None) -> Bytes:
         """All that open pages need to go on elsewhere, uint8 [4 n, page_bytes]."""
-        return suspend(self, frames, np.array([frame in self._open for frame in frames.tolist()], np.bool_))
+        return suspend(self, frames, np.array([frame in self._open for frame in frames.tolist()], np.bool_), tokens)
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Frames hold again what `suspend` gave."""

@@ -76,6 +76,8 @@ class ReferenceStorage:
     bfloat16 is held as uint16 (NumPy has no such type) and rounded to nearest even on the way in.
     """
 
+    pieces = 1
+
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
         stored = _STORED[shape.dtype]
         self._dims = (page_size, shape.head_dim)
@@ -123,9 +125,12 @@ class ReferenceStorage:
     def finish(self, frames: IntArray) -> None:
         """Nothing is held beside frames."""
 
-    def suspend(self, frames: IntArray) -> Bytes:
+    def suspend(self, frames: IntArray, tokens: int | None = None) -> Bytes:
         """The bytes of open pages, uint8 [n, page_bytes]."""
-        return self.dump(frames)
+        pages = self.dump(frames)
+        if tokens is not None:
+            pages.reshape(len(pages), 2, self._dims[0], -1)[:, :, tokens:] = 0
+        return pages
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Frames hold these pages again, uint8 [n, page_bytes]."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from kvpager.errors import ConfigError
 from kvpager.ports import Bytes
 from kvpager.stats import StoreStats
-from kvpager.stored import BlockHead, Scores, StoredBlock
+from kvpager.stored import BlockHead, Erasing, Scores, StoredBlock
+from kvpager.stores.backlog import Erase
 from kvpager.stores.level import Level
 from kvpager.stores.limits import Limits
 from kvpager.stores.prefetch import Prefetcher
@@ -152,19 +153,14 @@ class Chain:
         for level in self._levels:
             level.release(key)
 
-    def erase(self, tenant: bytes) -> int:
-        """Forget all of a tenant; returns how many blocks and records there were in the tier that had the most.
+    def erase(self, tenant: bytes) -> Erasing:
+        """Begin to forget all of a tenant. It has ended after `erase_s` at the latest, and goes on behind then.
 
-        Waits until it is done, but no longer than `erase_s`: it goes on behind then, with fewer counted.
+        Counted are blocks and records in the tier that had the most.
         """
         self._ahead.forget()
-        if self._closed:
-            return 0
-        works = [level.erase(tenant) for level in self._levels]
-        ends = time.monotonic() + self._limits.erase_s
-        for work in works:
-            work.done.wait(max(0.0, ends - time.monotonic()))
-        return max(work.count for work in works)
+        works = [] if self._closed else [level.erase(tenant) for level in self._levels]
+        return _Erasing(works, time.monotonic() + self._limits.erase_s)
 
     def yields(self, computing: bool) -> None:
         """Whether the owner computes with all processors just now: blocks are written later then, if there is room."""
@@ -238,3 +234,19 @@ class Chain:
         ]
         for level in self._levels[:place]:
             level.put(blocks)
+
+
+class _Erasing:
+    """See stored.Erasing."""
+
+    def __init__(self, works: Sequence[Erase], ends: float) -> None:
+        self._works, self._ends = works, ends
+
+    @property
+    def ended(self) -> bool:
+        return all(work.done.is_set() for work in self._works) or time.monotonic() >= self._ends
+
+    def wait(self) -> int:
+        for work in self._works:
+            work.done.wait(max(0.0, self._ends - time.monotonic()))
+        return max((work.count for work in self._works), default=0)

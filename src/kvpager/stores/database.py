@@ -117,11 +117,15 @@ class Database:
     def vacuum(self, nbytes: int) -> bool:
         """Take up to so many bytes of free pages out of the file, which they leave with the next checkpoint.
 
-        False where there were none. Raises StoreError.
+        Of at most half of what the log may hold: what lies behind a free page moves there by way of it. False where
+        there were none. Raises StoreError.
         """
+        most = max(1, min(nbytes, self._log_bytes // 2) // PAGE_BYTES)
         with self.writing() as connection:
             free: int = connection.execute("PRAGMA freelist_count").fetchone()[0]
-            connection.execute(f"PRAGMA incremental_vacuum({nbytes // PAGE_BYTES})").fetchall()
+            for _ in range(min(free, most)):
+                # one page each time: Python's sqlite3 ends a statement that has no columns after its first step
+                connection.execute("PRAGMA incremental_vacuum(1)").fetchall()
         return free > 0
 
     def open(self) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvpager.errors import StoreError, StoreFull, StoreUnavailable, is_disk_full
+from kvpager.errors import StoreError, StoreFull, StoreTooLarge, StoreUnavailable, is_disk_full
 from kvpager.stores.breaker import Breaker
 from kvpager.stores.limits import Limits
 from kvpager.stores.tier import Tier
@@ -99,6 +99,9 @@ class Guard:
         begun = self._clock()
         try:
             answer = call(tier)
+        except StoreTooLarge as error:  # which says nothing about what comes next
+            self._count("writing", error.kind, str(error), False)
+            raise
         except Exception as error:  # whatever it is, it must not end the thread that writes
             raise self._failed("writing", self.writing, error) from error
         if self._clock() - begun > self._limits.slow_s:  # others wait for it, but waiting longer helps nobody

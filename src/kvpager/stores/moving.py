@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpager.errors import StoreDamaged
+from kvpager.errors import StoreDamaged, StoreTooLarge
 from kvpager.stored import StoredBlock
 from kvpager.stores.archive import Entry, export_blocks, import_blocks
 from kvpager.stores.codec import decode, encode
@@ -100,9 +100,17 @@ def import_from(path: Path, tier: Tier, progress: Progress) -> Moved:
             blocks += tier.put(batch)
             batch, held = [], 0
         if entry.kind == "record" and tier.load_record(entry.key) is None:  # one that is there has gone on since
-            tier.save_record(entry.key, entry.tenant, entry.data)
-            records += 1
+            records += _saved(tier, entry)
         progress(done, total)
     blocks += tier.put(batch) if batch else 0
     progress(total, total)
     return Moved(blocks, records, seen - blocks - records)
+
+
+def _saved(tier: Tier, entry: Entry) -> bool:
+    """Store a record; False where there is no room for it, whatever makes way. Raises StoreError."""
+    try:
+        tier.save_record(entry.key, entry.tenant, entry.data)
+    except StoreTooLarge:
+        return False
+    return True

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvpager.errors import ConfigError, InputError, StoreError, StoreFull, StoreUnavailable
+from kvpager.errors import ConfigError, InputError, StoreError, StoreTooLarge, StoreUnavailable
 from kvpager.ports import Bytes
 from kvpager.stored import BlockHead, Scores, StoredBlock
 from kvpager.stores.change import Change
@@ -244,13 +244,13 @@ class SqliteStore:
         drop_blocks(self._changes, keys)
 
     def save_record(self, key: bytes, tenant: bytes, record: bytes) -> None:
-        """Store a record in the place of an older one. Raises StoreError: StoreFull where nothing may make way."""
+        """Store a record in the place of an older one. Raises StoreError: StoreTooLarge where nothing may make way."""
         sealed = seal(key, record)
         self._changes.prepare(len(sealed))
         with self._changes.transaction() as change:
             remove_record(change, key)
             if not self._quota.fit(change, tenant, len(sealed)):
-                raise StoreFull(f"store {self.path}: no room for a record of {len(record)} bytes, whatever makes way")
+                raise StoreTooLarge(f"store {self.path}: no room for a record of {len(record)} bytes, whatever goes")
             insert_record(change, key, tenant, sealed)
 
     def drop_record(self, key: bytes) -> None:

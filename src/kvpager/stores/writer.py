@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from kvpager.errors import StoreError
+from kvpager.errors import StoreError, StoreTooLarge
 from kvpager.stores.backlog import Backlog, Drop, DropRecord, Erase, News, Save, Work
 from kvpager.stores.guard import RENEWED, Guard
 from kvpager.stores.limits import Limits
@@ -158,7 +158,7 @@ class Writer:
                 self.stored_bytes += sum(put.block.payload.nbytes for put in work) * written // len(work)
 
     def _failed(self, work: Work, error: StoreError) -> None:
-        if self._guard.off:
+        if self._guard.off or isinstance(error, StoreTooLarge):
             self._give_up(work)
             return
         if isinstance(work, Save | Drop | DropRecord) and error.kind != "locked":
