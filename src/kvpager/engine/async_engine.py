@@ -8,18 +8,20 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from kvpager.engine.outputs import Output
 from kvpager.engine.stream import Stream
 from kvpager.errors import EngineStopped, InputError
 
 if TYPE_CHECKING:
+    from kvpager.config import PagerConfig
     from kvpager.engine.engine import Engine
+    from kvpager.engine.latencies import EngineLatencies
     from kvpager.engine.outputs import EngineStats
     from kvpager.engine.params import SamplingParams
 
-__all__ = ["AsyncEngine", "Health", "State"]
+__all__ = ["AsyncEngine", "Health", "Look", "State"]
 
 State = Literal["loading", "ready", "draining", "stopped", "failed"]
 T = TypeVar("T")
@@ -37,6 +39,14 @@ class Health:
     def alive(self) -> bool:
         """Whether it works, or is about to: false once it has failed or was stopped."""
         return self.state not in ("failed", "stopped")
+
+
+class Look(NamedTuple):
+    """What an engine is at one moment."""
+
+    stats: EngineStats
+    latencies: EngineLatencies
+    pager: PagerConfig
 
 
 class AsyncEngine:
@@ -144,6 +154,10 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """The engine's figures between two steps; raises EngineStopped where there is no engine."""
         return await self._call(lambda engine: engine.stats())
+
+    async def look(self) -> Look:
+        """The engine's figures and latencies between two steps; raises EngineStopped where there is no engine."""
+        return await self._call(lambda engine: Look(engine.stats(), engine.latencies(), engine.pager.config))
 
     async def forget_session(self, salt: bytes, name: str) -> bool:
         """As the engine's, between two steps; raises EngineStopped where there is no engine."""

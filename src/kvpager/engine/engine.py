@@ -11,6 +11,7 @@ from kvpager.core.pager import Pager
 from kvpager.engine.answers import Answers
 from kvpager.engine.checks import checked
 from kvpager.engine.guided import Guides
+from kvpager.engine.latencies import EngineLatencies
 from kvpager.engine.outputs import EngineStats, Output
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.request import Choice, Entry, Request
@@ -169,6 +170,8 @@ class Engine:
         drawn = self._run(entries) if entries else self._stuck()
         if drawn:
             self._answers.settle(drawn, self._clock())
+        if entries:
+            self._answers.latencies.step.add(self._clock() - now)
         self._whole = True
         return self._answers.take()
 
@@ -267,6 +270,10 @@ class Engine:
             sessions=self._sessions.stats(),
             store=None if self._store is None else self._store.stats(),
         )
+
+    def latencies(self) -> EngineLatencies:
+        """How long things took."""
+        return self._answers.latencies.look(self.pager.latencies())
 
     @property
     def store_state(self) -> str | None:
