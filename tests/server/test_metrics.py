@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -104,7 +105,7 @@ def test_counters_never_go_back_while_others_scrape(folder: str) -> None:
         done.set()
         watcher.join()
     assert len(seen) > 3
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in pairwise(seen):
         assert not [name for name in before if after[name] < before[name]]
 
 
