@@ -1,5 +1,7 @@
 """The chain over a tier in memory, where all goes well."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvpager.stored import BlockStore, Scores
@@ -244,3 +246,27 @@ def test_erasing_that_takes_long_goes_on_behind_and_hides_what_it_is_about(make:
     gate.open()
     assert chain.flush(SETTLED)
     assert set(tier.blocks) == {key_of(2)}
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_is_done_while_the_tier_answers_is_not_missed(make: Make, tier: FakeTier, dropped: bool) -> None:
+    chain = make()
+    if dropped:
+        chain.put([block(1)])
+        assert chain.flush(SETTLED)
+    gate = Gate(tier, "drop" if dropped else "put")
+    if dropped:
+        chain.drop([key_of(1)])
+    else:
+        chain.put([block(1)])
+    assert gate.reached.wait(SETTLED)
+    answer = tier.contains
+
+    def answers_late(keys: Sequence[bytes]) -> list[bool]:
+        there = answer(keys)
+        gate.open()
+        assert chain.flush(SETTLED)
+        return there
+
+    tier.contains = answers_late  # type: ignore[method-assign]
+    assert chain.contains([key_of(1)]) == [not dropped]

@@ -122,7 +122,7 @@ class Chain:
         """Forget blocks."""
         self._ahead.forget(keys)
         if not self._closed:
-            for level in self._levels:
+            for level in reversed(self._levels):  # what is read ahead must not come back from a farther one
                 level.drop(keys)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
@@ -173,7 +173,7 @@ class Chain:
         self._ahead.forget()
         if self._closed:
             return 0
-        works = [level.erase(tenant) for level in self._levels]
+        works = [level.erase(tenant) for level in reversed(self._levels)]
         ends = time.monotonic() + self._limits.erase_s
         for work in works:
             work.done.wait(max(0.0, ends - time.monotonic()))
