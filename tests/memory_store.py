@@ -74,6 +74,11 @@ class MemoryStore:
         return self.shelf.tick
 
     @property
+    def state(self) -> str:
+        """Whether it can be reached."""
+        return "io" if self.broken else "ok"
+
+    @property
     def room(self) -> int:
         """As given; what is put is written at once, so it never shrinks."""
         return 0 if self.broken else self._room
@@ -200,7 +205,7 @@ class MemoryStore:
         """What is on the shelf now, and what this store has handed out and taken."""
         size = sum(block.payload.nbytes for block in self.shelf.blocks.values())
         return StoreStats(
-            state="io" if self.broken else "ok",
+            state=self.state,
             blocks=len(self.shelf.blocks),
             records=len(self.shelf.records),
             payload_bytes=size,

@@ -68,6 +68,9 @@ class StoreOptions:
         place = Path(self.path).expanduser()
         if not self.path or "://" in self.path or (place.exists() and not place.is_file()):
             raise ConfigError(f"store: {self.path!r} is not the path of a file")
+        above = next((folder for folder in place.parents if folder.exists()), None)
+        if above is not None and not above.is_dir():
+            raise ConfigError(f"store: {self.path!r} can't be made, since {above} is a file and no folder")
         limit = parse_size(self.limit, "store_limit")
         if limit < stores.LEAST_LIMIT_BYTES:
             raise ConfigError(

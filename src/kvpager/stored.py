@@ -112,6 +112,10 @@ class BlockStore(Protocol):
         """
 
     @property
+    def state(self) -> str:
+        """As in StoreStats, without a look at anything else: cheap enough for every step."""
+
+    @property
     def room(self) -> int:
         """Bytes of blocks that `put` would take now."""
 

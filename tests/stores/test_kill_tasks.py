@@ -186,3 +186,13 @@ def contents(path: Path) -> list[list[tuple[object, ...]]]:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         tables = ("tenants", "blocks", "heads", "payloads", "records", "copies")
         return [sorted(connection.execute(f"SELECT * FROM {table}").fetchall()) for table in tables]
+
+
+@pytest.mark.slow
+def test_a_store_that_was_killed_while_it_was_made_is_made_by_who_opens_it_next(tmp_path: Path) -> None:
+    steps = steps_of(tmp_path / "whole" / "store.db", "open", -1)
+    assert steps is not None
+    for number in places(steps):
+        path = tmp_path / str(number) / "store.db"
+        assert steps_of(path, "open", number) is None
+        assert not any(there(path))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from kvpager.build import PagerOptions, StoreOptions, require_storable, require_store
 from kvpager.cli.options import size
-from kvpager.stores import COMPRESSIONS, SYNCHRONOUS
+from kvpager.errors import ConfigError
+from kvpager.stores import COMPRESSIONS, LEAST_LIMIT_BYTES, SYNCHRONOUS
 
-__all__ = ["add_store_options", "store_options"]
+__all__ = ["add_store_options", "refuse_store_options", "store_options"]
+
+FIELDS = {"limit": "limit", "tenant_limit": "tenant_limit", "synchronous": "sync", "compression": "compression"}
+"""Fields of StoreOptions, and the options that say them: ``--store-`` and this."""
 
 
 def add_store_options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +27,10 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
         "answers are written to it (default: none)",
     )
     group.add_argument(
-        "--store-limit", type=size, default="10GiB", metavar="SIZE", help="bytes on disk at most (default: %(default)s)"
+        "--store-limit",
+        type=size,
+        metavar="SIZE",
+        help=f"bytes on disk at most, {LEAST_LIMIT_BYTES // 2**20}MiB at least (default: {StoreOptions.limit})",
     )
     group.add_argument(
         "--store-tenant-limit",
@@ -33,12 +41,29 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--store-sync",
         choices=SYNCHRONOUS,
-        default="normal",
-        help="normal: what was stored survives a kill; full: and a loss of power (default: normal)",
+        help="normal: what was stored survives a kill; full: and a loss of power "
+        f"(default: {StoreOptions.synchronous})",
     )
     group.add_argument(
-        "--store-compression", choices=COMPRESSIONS, default="none", help="of pages, lossless (default: none)"
+        "--store-compression",
+        choices=COMPRESSIONS,
+        help=f"of pages, lossless (default: {StoreOptions.compression})",
     )
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """What was said about the store but its path, by the fields of StoreOptions."""
+    values = {field: getattr(args, f"store_{name}") for field, name in FIELDS.items()}
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def refuse_store_options(args: argparse.Namespace, why: str) -> None:
+    """Raise ConfigError, which says why, where anything was said about a store; "none" says nothing."""
+    names = [f"--store-{FIELDS[field].replace('_', '-')}" for field in _given(args)]
+    if args.store.lower() != "none":
+        names.insert(0, "--store")
+    if names:
+        raise ConfigError(f"store: {', '.join(names)} {'is' if len(names) == 1 else 'are'} {why}")
 
 
 def store_options(args: argparse.Namespace, paging: PagerOptions) -> StoreOptions | None:
@@ -46,15 +71,11 @@ def store_options(args: argparse.Namespace, paging: PagerOptions) -> StoreOption
 
     Raises ConfigError for what can't be (with `paging` too) and MissingDependency, before anything is loaded.
     """
+    given = _given(args)
     if args.store.lower() == "none":
+        refuse_store_options(args, "of no use without --store PATH: nothing is stored")
         return None
-    options = StoreOptions(
-        path=args.store,
-        limit=args.store_limit,
-        tenant_limit=args.store_tenant_limit,
-        synchronous=args.store_sync,
-        compression=args.store_compression,
-    )
+    options = StoreOptions(path=args.store, **given)
     require_storable(paging)
     require_store(options)
     return options

@@ -278,7 +278,7 @@ class Engine:
     @property
     def store_state(self) -> str | None:
         """The state of the store, as in StoreStats; None where there is none."""
-        return None if self._store is None else self._store.stats().state
+        return None if self._store is None else self._store.state
 
     def check(self) -> None:
         """Assert that the books balance: the pager's, and that requests and sequences belong together."""

@@ -18,6 +18,8 @@ from kvpager.stores.tier import Tier
 
 __all__ = ["Chain"]
 
+LOOK_SECONDS = 1.0  # how often a look at the state is one at the nearest tier
+
 
 class Chain:
     """Tiers, the nearest first, as a stored.BlockStore: nothing that happens to them is raised.
@@ -45,6 +47,8 @@ class Chain:
         self._limits = limits if limits is not None else Limits()
         self._levels = [Level(opener, self._limits, clock) for opener in openers]
         self._ahead = Prefetcher(self._fetch, self._limits.prefetch_bytes, self._limits.slow_s)
+        self._clock = clock
+        self._looked = clock()
         self._hits = 0
         self._misses = 0
         self._read_bytes = 0
@@ -59,6 +63,15 @@ class Chain:
     def room(self) -> int:
         """Bytes of blocks that `put` would take now."""
         return 0 if self._closed else self._levels[0].room
+
+    @property
+    def state(self) -> str:
+        """As in StoreStats; the nearest tier is looked at once a second for it, so that a lost file is noticed."""
+        now = self._clock()
+        if not self._closed and not 0 <= now - self._looked < LOOK_SECONDS:
+            self._looked = now
+            self._levels[0].contains([])
+        return self._known_state
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these blocks are there, as far as the tiers' indexes say."""
@@ -110,7 +123,7 @@ class Chain:
         """Forget blocks."""
         self._ahead.forget(keys)
         if not self._closed:
-            for level in self._levels:
+            for level in reversed(self._levels):  # what is read ahead must not come back from a farther one
                 level.drop(keys)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
@@ -159,7 +172,7 @@ class Chain:
         Counted are blocks and records in the tier that had the most.
         """
         self._ahead.forget()
-        works = [] if self._closed else [level.erase(tenant) for level in self._levels]
+        works = [] if self._closed else [level.erase(tenant) for level in reversed(self._levels)]
         return _Erasing(works, time.monotonic() + self._limits.erase_s)
 
     def yields(self, computing: bool) -> None:
@@ -182,7 +195,7 @@ class Chain:
             errors.update(level.guard.errors)
         waiting, waiting_bytes = nearest.waiting
         return StoreStats(
-            state=next((level.guard.state for level in self._levels if level.guard.state != "ok"), "ok"),
+            state=self._known_state,
             blocks=sizes.blocks,
             records=sizes.records,
             payload_bytes=sizes.payload_bytes,
@@ -210,6 +223,10 @@ class Chain:
         ends = time.monotonic() + self._limits.close_s
         for level in self._levels:
             level.close(max(0.0, ends - time.monotonic()), ended)
+
+    @property
+    def _known_state(self) -> str:
+        return next((level.guard.state for level in self._levels if level.guard.state != "ok"), "ok")
 
     def _fetch(self, keys: Sequence[bytes]) -> list[Bytes | None]:
         """Pages of blocks from the tiers; what a farther one has is put into the nearer ones. Any thread."""

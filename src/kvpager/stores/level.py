@@ -64,10 +64,12 @@ class Level:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are there."""
+        # What waits is asked first: it may be done by the time that the tier has answered.
+        waits = [self._backlog.block(key) is not None for key in keys]
+        hidden = [self._backlog.hides(key) for key in keys]
         there = self.guard.read(lambda tier: tier.contains(keys), [False] * len(keys))
-        waits, hides = self._backlog.block, self._backlog.hides
         return [
-            waits(key) is not None or (is_there and not hides(key)) for key, is_there in zip(keys, there, strict=True)
+            waiting or (is_there and not hides) for waiting, hides, is_there in zip(waits, hidden, there, strict=True)
         ]
 
     def heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:

@@ -13,6 +13,7 @@ from kvpager.stores.codec import decode, encode
 from kvpager.stores.database import Database
 from kvpager.stores.header import Compression
 from kvpager.stores.lookup import Lookup
+from kvpager.stores.sound import SOUND_BLOCK, SOUND_RECORD
 from kvpager.stores.tier import Tier
 from kvpager.stores.verify import Progress
 
@@ -48,12 +49,17 @@ def export_to(
 
     What comes and goes meanwhile may be missed. Raises StoreError, see archive.export_blocks.
     """
-    where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
+    whose, values = ("", ()) if tenant is None else (" AND tenant = ?", (tenant,))
     with database.reading() as connection:
         keys: list[bytes] = [
-            key for (key,) in connection.execute(f"SELECT key FROM blocks{where} ORDER BY depth, id", values)
+            key
+            for (key,) in connection.execute(
+                f"SELECT key FROM blocks WHERE {SOUND_BLOCK}{whose} ORDER BY depth, id", values
+            )
         ]
-        records = connection.execute(f"SELECT key, tenant FROM records{where} ORDER BY id", values).fetchall()
+        records = connection.execute(
+            f"SELECT key, tenant FROM records WHERE {SOUND_RECORD}{whose} ORDER BY id", values
+        ).fetchall()
     written = {"block": 0, "record": 0}
     total = len(keys) + len(records)
 
