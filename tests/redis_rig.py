@@ -134,10 +134,11 @@ class RedisServer:
             if self._launch():
                 self._given = self.port  # where it comes back after a restart
                 return
-            if self._given is not None:
+            if self._given is not None or "'tls-port" in self.log():
                 break
             self.port = free_port()
-        pytest.fail(f"redis-server does not start:\n{self.log()[-2000:]}")
+        built = "it was built without TLS; apt-get install redis-server\n" if "'tls-port" in self.log() else ""
+        pytest.fail(f"redis-server does not start: {built}{self.log()[-2000:]}")
 
     def _launch(self) -> bool:
         before = len(self.log())
