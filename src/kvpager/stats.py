@@ -101,7 +101,7 @@ class StoreStats:
     damaged          blocks that did not match their checksums or their keys
     errors           failures by kind: "full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow",
                      "timeout", "auth", "fenced"
-    tiers            the same of each tier by itself, by its name, the nearest first; sizes above are the nearest one's
+    tiers            the same of each tier by itself, "local" and "shared", the nearest first, whose sizes stand above
     """
 
     state: str = "ok"

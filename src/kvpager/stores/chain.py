@@ -220,7 +220,7 @@ class Chain:
             read_bytes=self._read_bytes,
             damaged=sum(tier.damaged for tier in tiers),
             errors=dict(errors),
-            tiers={level.name: tier for level, tier in zip(self._levels, tiers, strict=True)},
+            tiers=dict(zip(self._names, tiers, strict=True)),
         )
 
     def close(self) -> None:
@@ -248,6 +248,11 @@ class Chain:
             if place and here:
                 self._promote(place, [keys[i] for i in here], [found[i] for i in here])
         return found
+
+    @property
+    def _names(self) -> list[str]:
+        near = ["local", *(f"local-{number}" for number in range(2, len(self._near) + 1))][: len(self._near)]
+        return near if self._shared is None else [*near, "shared"]
 
     @property
     def _near(self) -> list[Level]:

@@ -34,7 +34,6 @@ class Guard:
     application's, newer, or that raised what no tier should raise, is off for good.
 
     tier     None while it is not open
-    name     the tier's, as soon as it was open
     off      whether it is out of use for good
     errors   failures by kind
     reading, writing  the breakers
@@ -57,7 +56,7 @@ class Guard:
         self._limits = limits
         self._clock = clock
         self._told: set[tuple[str, str]] = set()
-        self.name = "tier"
+        self._name = "tier"
         self._far = far
         self.alarm: Callable[[], None] = lambda: None
         self._closed = False
@@ -93,7 +92,7 @@ class Guard:
             self._failed("reading", self.reading, error)
             return default
         if tier.damaged > damaged and self._first("reading", "damaged"):
-            _log.warning("store %s: what was read is damaged and counts as missing; told once", self.name)
+            _log.warning("store %s: what was read is damaged and counts as missing; told once", self._name)
         self._timed("reading", self.reading, begun)
         return answer
 
@@ -104,7 +103,7 @@ class Guard:
         """
         tier = self.tier
         if tier is None or self.off:
-            raise StoreUnavailable("io", f"store {self.name} is not open")
+            raise StoreUnavailable("io", f"store {self._name} is not open")
         begun = self._clock()
         try:
             answer = call(tier)
@@ -163,7 +162,7 @@ class Guard:
                     return
             else:
                 break
-        self.name = tier.name
+        self._name = tier.name
         self.tier = tier
         if self.writing.succeeded():
             self._again("opening")
@@ -182,8 +181,8 @@ class Guard:
             self.off = True
             with self._lock:
                 self.errors["io"] += 1
-            _log.error("store %s: %s failed in an unforeseen way; it is off for good", self.name, side, exc_info=error)
-            return StoreUnavailable("io", f"store {self.name} failed: {type(error).__name__}")
+            _log.error("store %s: %s failed in an unforeseen way; it is off for good", self._name, side, exc_info=error)
+            return StoreUnavailable("io", f"store {self._name} failed: {type(error).__name__}")
         kind = self._kind(error)
         opened = breaker.failed(kind, at_once=at_once or kind in LASTING)
         if kind in _FOR_GOOD:
@@ -191,7 +190,7 @@ class Guard:
         self._count(side, kind, str(error), opened)
         if isinstance(error, StoreError):
             return error
-        text = f"store {self.name}: {error}"
+        text = f"store {self._name}: {error}"
         return StoreFull(text) if kind == "full" else StoreUnavailable("io", text)
 
     @staticmethod
@@ -208,7 +207,7 @@ class Guard:
         if opened and side == "reading":
             self.alarm()
         if first or out_of_use:
-            _log.warning("store %s: %s: %s: %s%s", self.name, side, kind, text, then)
+            _log.warning("store %s: %s: %s: %s%s", self._name, side, kind, text, then)
 
     def _first(self, side: str, kind: str) -> bool:
         """Whether this is to be told: once, until all is well again."""
@@ -220,4 +219,4 @@ class Guard:
     def _again(self, side: str) -> None:
         with self._lock:
             self._told = {told for told in self._told if told[0] != side}
-        _log.warning("store %s: %s works again", self.name, side)
+        _log.warning("store %s: %s works again", self._name, side)

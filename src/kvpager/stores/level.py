@@ -176,11 +176,6 @@ class Level:
         self._sizes = self.guard.read(lambda tier: tier.sizes(), self._sizes)
         return self._sizes
 
-    @property
-    def name(self) -> str:
-        """The tier's."""
-        return self.guard.name
-
     def blocks(self, keys: Sequence[bytes]) -> list[StoredBlock]:
         """Blocks whole, as far as they are there."""
         heads = self.heads(keys)

@@ -6,25 +6,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from kvpager.errors import ConfigError, StoreDamaged
+from kvpager.errors import StoreDamaged
 from kvpager.ports import Bytes
 from kvpager.stored import TENANT_BYTES, BlockHead, Fence, Scores, StoredBlock
 from kvpager.stores.codec import encode
-from kvpager.stores.header import COMPRESSIONS, Compression, Header
+from kvpager.stores.header import Header
 from kvpager.stores.known import Known
 from kvpager.stores.redis_books import BLOCK, RECORD, Books, Entry
 from kvpager.stores.redis_claims import CLAIM_S, RedisClaims
 from kvpager.stores.redis_client import RedisClient
 from kvpager.stores.redis_links import Command, Gone, fenced, redis_py
-from kvpager.stores.redis_names import SAVE, STORE, Names
+from kvpager.stores.redis_names import SAVE, STORE, TICK, Names
+from kvpager.stores.redis_settings import RedisSettings
 from kvpager.stores.redis_url import redis_place
 from kvpager.stores.redis_values import as_bytes, block_of, header_of, learned_by, whole_header
 from kvpager.stores.rows import seal, unseal
 from kvpager.stores.tier import TierSizes
 
-__all__ = ["RedisSettings", "RedisStore", "no_fence"]
+__all__ = ["RedisStore", "no_fence"]
 
 _log = logging.getLogger("kvpager.stores")
 READ_BYTES, WRITE_BYTES = 2**20, 4 * 2**20
@@ -36,33 +36,6 @@ _MOST_TOUCHED = 4096
 def no_fence() -> Fence | None:
     """For a writer that nobody else may put out."""
     return None
-
-
-@dataclass(frozen=True)
-class RedisSettings:
-    """How a Redis is used. Raises ConfigError for a value out of its range.
-
-    limit_bytes  of all that nodes with this prefix store together, as they count it
-    ttl_s        seconds after its last use for which a block or record is kept
-    timeout_s    for which a call that somebody waits for may last
-    connections  of this process at most
-    compression, itemsize  of pages that are written, see codec.encode
-    """
-
-    limit_bytes: int = 10 * 2**30
-    ttl_s: int = 7 * 86400
-    timeout_s: float = 0.1
-    connections: int = 4
-    compression: Compression = "none"
-    itemsize: int = 2
-
-    def __post_init__(self) -> None:
-        if self.limit_bytes <= 0 or self.ttl_s < 1 or self.connections < 2:
-            raise ConfigError("redis: limit_bytes and ttl_s are above zero, connections are 2 or more")
-        if not 0.001 <= self.timeout_s <= 60:
-            raise ConfigError(f"redis: timeout_s is {self.timeout_s}, and 0.001 to 60 is allowed")
-        if self.compression not in COMPRESSIONS:
-            raise ConfigError(f"compression is {self.compression!r}, and one of {', '.join(COMPRESSIONS)} is allowed")
 
 
 class RedisStore:
@@ -226,7 +199,7 @@ class RedisStore:
                 commands.append(("HINCRBY", name, "h", one.hits))
                 commands.append(("EXPIRE", name, self.settings.ttl_s))
         if tick > self.tick:
-            commands.append(("SET", self._tick_name, tick, "EX", 2 * self.settings.ttl_s))
+            commands.append(("EVAL", TICK, 1, self._tick_name, tick, 2 * self.settings.ttl_s))
         if commands:
             self.client.run(commands, patient=True)
         self.tick = max(self.tick, tick)
@@ -244,6 +217,7 @@ class RedisStore:
 
         Where another has claimed it since this process did, or holds it, it is left out: that one's is newer.
         """
+        self._held()
         value = tenant + seal(key, record)
         self._make_way(self.books.use([Entry(RECORD, key, len(value))]))
         if not self._save(key, value):

@@ -17,6 +17,7 @@ __all__ = ["BLOCK", "RECORD", "Books", "Entry"]
 BLOCK, RECORD = b"b", b"r"
 KEY_BYTES_HELD = 512
 """What a key, its place in the books and Redis's own overhead take beside a value, about."""
+_SUMS = ("b", "r", "payload", "bytes", "dropped")
 _PARTS = 16  # of a cluster: a node that is gone takes its part of the books with it
 
 
@@ -59,25 +60,28 @@ class Books:
             sum(one.dropped for one in held),
         )
 
-    def use(self, entries: Iterable[Entry], limit_bytes: int | None = None) -> list[tuple[bytes, bytes]]:
-        """Note that these are there and used now; returns kind and key of what is to make way for them.
-
-        limit_bytes  another limit than the store's, for this time. Raises StoreError.
-        """
+    def use(self, entries: Iterable[Entry]) -> list[tuple[bytes, bytes]]:
+        """Note that these are there and used now; returns kind and key of what is to make way. Raises StoreError."""
         by_part: dict[int, list[str | bytes | int]] = defaultdict(list)
         for entry in entries:
             size = entry.size + KEY_BYTES_HELD
             by_part[self._part(entry.key)] += [entry.kind + entry.key, size, entry.payload, entry.depth]
-        return self._reserve(by_part, limit_bytes)
+        return self._reserve(by_part, self._limit_bytes)
 
-    def look(self, limit_bytes: int | None = None) -> list[tuple[bytes, bytes]]:
-        """Ask for what is held; returns what is to make way, as `use` does. Raises StoreError."""
+    def shrink(self, limit_bytes: int) -> list[tuple[bytes, bytes]]:
+        """Make room until so many bytes are left; returns what is to make way, as `use` does. Raises StoreError."""
         return self._reserve({part: [] for part in range(self._parts)}, limit_bytes)
 
-    def _reserve(
-        self, by_part: dict[int, list[str | bytes | int]], limit_bytes: int | None
-    ) -> list[tuple[bytes, bytes]]:
-        limit = (self._limit_bytes if limit_bytes is None else limit_bytes) // self._parts
+    def look(self) -> None:
+        """Ask for what is held; nothing is written. Raises StoreError."""
+        names = [self._names.books(part)[2] for part in range(self._parts)]
+        replies = self._client.run([("HMGET", name, *_SUMS) for name in names])
+        for part, reply in enumerate(replies):
+            if not isinstance(reply, Gone):
+                self._note(part, reply)
+
+    def _reserve(self, by_part: dict[int, list[str | bytes | int]], limit_bytes: int) -> list[tuple[bytes, bytes]]:
+        limit = limit_bytes // self._parts
         commands: list[Command] = [
             ("EVAL", RESERVE, 3, *self._names.books(part), limit, 2 * self._ttl_s, *told)
             for part, told in by_part.items()
@@ -89,10 +93,13 @@ class Books:
                 continue
             members, sums = reply
             gone += [(member[:1], member[1:]) for member in members]
-            with self._lock:
-                blocks, records, payload, held, dropped = (max(0, int(one or 0)) for one in sums)
-                self._held[part] = TierSizes(blocks, records, payload, held, 0, dropped)
+            self._note(part, sums)
         return gone
+
+    def _note(self, part: int, sums: Sequence[bytes | None]) -> None:
+        blocks, records, payload, held, dropped = (max(0, int(one or 0)) for one in sums)
+        with self._lock:
+            self._held[part] = TierSizes(blocks, records, payload, held, 0, dropped)
 
     def forget(self, kind: bytes, keys: Sequence[bytes]) -> None:
         """These are not there any more. Raises StoreError."""

@@ -137,7 +137,7 @@ def told(error: Exception, place: RedisPlace) -> StoreError:
     if "OutOfMemoryError" in names or word in _FULL:
         return StoreFull(f"{where} is full: it takes no more within its maxmemory")
     if "ReadOnlyError" in names or word in ("READONLY", "MISCONF", "NOREPLICAS"):
-        return StoreUnavailable("readonly", f"{where} takes no writes ({word})")
+        return StoreUnavailable("readonly", f"{where} takes no writes: it is a replica, or can not save them")
     if names & {"AuthenticationError", "NoPermissionError", "AuthorizationError"} or word in _AUTH:
         return StoreUnavailable("auth", f"{where} refuses this user or its password, or a right is missing ({name})")
     if "TimeoutError" in names:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from kvpager.stored import KEY_BYTES
 
-__all__ = ["CLAIM", "FENCED", "FORGET", "RELEASE", "RENEW", "RESERVE", "SAVE", "STORE", "Names"]
+__all__ = ["CLAIM", "FENCED", "FORGET", "RELEASE", "RENEW", "RESERVE", "SAVE", "STORE", "TICK", "Names"]
 
 
 class Names:
@@ -94,6 +94,12 @@ return 1
 )
 """KEYS: record, claim, last, and the fence if there is one. ARGV: token or "", value (none: forget), seconds, epoch."""
 
+TICK = """
+local tick = math.max(tonumber(redis.call('GET', KEYS[1]) or 0), tonumber(ARGV[1]))
+return redis.call('SET', KEYS[1], string.format('%.0f', tick), 'EX', ARGV[2])
+"""
+"""KEYS: the tick. ARGV: one that may be later, seconds."""
+
 CLAIM = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
@@ -122,8 +128,8 @@ local function count(member, sign)
   local told = redis.call('HGET', sizes, member)
   if not told then return end
   local size, payload = string.match(told, '(%d+):(%d+)')
-  redis.call('HINCRBY', sums, 'bytes', sign * size)
-  redis.call('HINCRBY', sums, 'payload', sign * payload)
+  redis.call('HINCRBY', sums, 'bytes', 0 + sign * size)
+  redis.call('HINCRBY', sums, 'payload', 0 + sign * payload)
   redis.call('HINCRBY', sums, string.sub(member, 1, 1), sign)
 end
 local at = 3
@@ -157,8 +163,8 @@ for _, member in ipairs(ARGV) do
   local told = redis.call('HGET', KEYS[2], member)
   if told then
     local size, payload = string.match(told, '(%d+):(%d+)')
-    redis.call('HINCRBY', KEYS[3], 'bytes', -size)
-    redis.call('HINCRBY', KEYS[3], 'payload', -payload)
+    redis.call('HINCRBY', KEYS[3], 'bytes', 0 - size)
+    redis.call('HINCRBY', KEYS[3], 'payload', 0 - payload)
     redis.call('HINCRBY', KEYS[3], string.sub(member, 1, 1), -1)
     redis.call('HDEL', KEYS[2], member)
     redis.call('ZREM', KEYS[1], member)
