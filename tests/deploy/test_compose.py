@@ -11,8 +11,11 @@ import pytest
 import yaml
 
 from kvpager.cli.main import build_parser
+from kvpager.cli.options import pager_options
+from kvpager.cli.store_options import store_options
 from kvpager.config import parse_size
 from kvpager.server.auth import ENVIRONMENT
+from kvpager.stores.redis_url import PASSWORD
 from tests.deploy.front import DEPLOY, ROOT, program
 
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
@@ -69,7 +72,7 @@ def test_secrets_have_no_default_and_the_example_names_them() -> None:
     example = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "env.example").read_text(), re.M))
     assert asked == {name for name, value in example.items() if not value}
     assert {name for name, _ in re.findall(r"\$\{(\w+)(:-|:\?)", text)} == set(example)
-    assert all(ENVIRONMENT in SERVICES[node]["environment"] for node in NODES)
+    assert all(set(SERVICES[node]["environment"]) == {ENVIRONMENT, PASSWORD} for node in NODES)
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -80,8 +83,12 @@ def test_nodes_commands_are_understood(node: str) -> None:
     assert [str(args.port)] == service["expose"]
     assert parse_size(args.memory, "memory") > 0
     folders = [volume.split(":")[1] for volume in service["volumes"]]
-    stores = [option.removeprefix("--store=") for option in service["command"] if option.startswith("--store=")]
-    assert folders == [str(Path(stores[0]).parent)]
+    assert folders == [str(Path(args.store[0]).parent)]
+    store = store_options(args, pager_options(args))
+    assert store is not None
+    most = re.search(r"REDIS_MAXMEMORY:-(\d+)gb", (DEPLOY / "docker-compose.yml").read_text())
+    assert most is not None
+    assert parse_size(store.shared_limit, "shared") < int(most[1]) * 2**30  # Redis's own bound is the last one
     assert int(str(service["stop_grace_period"]).removesuffix("s")) > args.grace
 
 

@@ -60,7 +60,7 @@ def test_its_command_is_understood_and_writes_where_it_may() -> None:
     args = build_parser().parse_args(arguments)
     assert args.host == "127.0.0.1"
     state = Path("/var/lib") / said["StateDirectory"][0]
-    assert Path(args.store).parent == state
+    assert [Path(store).parent for store in args.store] == [state]
     assert said["Environment"] == [f"XDG_CACHE_HOME=/var/cache/{said['CacheDirectory'][0]} HOME={state}"]
     assert float(said["TimeoutStopSec"][0]) > args.grace
 

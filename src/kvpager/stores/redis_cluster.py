@@ -30,6 +30,7 @@ class Sharded:
         """Connects, and reads the map of slots. Raises what redis-py raises."""
         module = redis_py()
         self._gone_errors = (module.exceptions.ConnectionError, module.exceptions.TimeoutError, OSError)
+        self._down_errors = (module.exceptions.ClusterDownError,)  # nobody has the slot, or a node has just come back
         self._moved_errors = (module.exceptions.MovedError, module.exceptions.AskError, module.exceptions.TryAgainError)
         self._errors = (*self._gone_errors, module.exceptions.RedisClusterException, module.exceptions.RedisError)
         nodes = [module.cluster.ClusterNode(host, port) for host, port in place.nodes]
@@ -49,7 +50,10 @@ class Sharded:
                 groups[node].append(number)
         for node, numbers in groups.items():
             for number, reply in zip(numbers, self._ask(node, [commands[i] for i in numbers]), strict=True):
-                replies[number] = self._follow(commands[number]) if isinstance(reply, self._moved_errors) else reply
+                if isinstance(reply, self._moved_errors):
+                    replies[number] = self._follow(commands[number])
+                elif not isinstance(reply, self._down_errors):
+                    replies[number] = reply
         if commands and not groups and not self._usable:
             raise Gone(self._place)
         return replies
@@ -95,7 +99,7 @@ class Sharded:
         """The reply to a command whose key has moved, or is moving."""
         try:
             return self._client.execute_command(*command)
-        except self._gone_errors:
+        except (*self._gone_errors, *self._down_errors):
             return Gone(self._place)
         except self._errors as error:
             return error
@@ -118,9 +122,5 @@ class Sharded:
             if name not in there:
                 del self._rests[name]
         for name in due:
-            if name in self._rests and self._tried(name):
-                del self._rests[name]
-
-    def _tried(self, name: str) -> bool:
-        """Whether a node answers again."""
-        return not isinstance(self.execute_on(name, [("PING",)])[0], Gone)
+            if name in self._rests:
+                self.execute_on(name, [("PING",)])  # one that answers rests no more
