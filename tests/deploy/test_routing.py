@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +31,10 @@ class Front:
     cables: dict[str, Proxy]
     client: httpx.Client
 
-    def ask(self, **headers: str) -> str:
+    def ask(self, timeout_s: float = 30.0, **headers: str) -> str:
         """Which node answers."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        answer = self.client.post(TEXT, json={"prompt": "hi", "max_tokens": 2}, headers=sent)
+        answer = self.client.post(TEXT, json={"prompt": "hi", "max_tokens": 2}, headers=sent, timeout=timeout_s)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["model"])
 
@@ -47,14 +47,20 @@ class Front:
         return next(key for key, owner in self.owners().items() if owner == node)
 
 
-@pytest.fixture(params=sorted(FRONTS))
-def front(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Front]:
+@contextmanager
+def started(program: str, folder: Path) -> Iterator[Front]:
     with ExitStack() as stack:
         nodes = {name: stack.enter_context(fake_server(names=(name,), grace_s=60)) for name in ("one", "two")}
         cables = {name: stack.enter_context(Proxy(node.port, free_port())) for name, node in nodes.items()}
-        url = stack.enter_context(FRONTS[request.param](tmp_path, (cables["one"].port, cables["two"].port)))
+        url = stack.enter_context(FRONTS[program](folder, (cables["one"].port, cables["two"].port)))
         client = stack.enter_context(httpx.Client(base_url=url, timeout=30))
         yield Front(url, nodes, cables, client)
+
+
+@pytest.fixture(params=sorted(FRONTS))
+def front(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Front]:
+    with started(request.param, tmp_path) as made:
+        yield made
 
 
 def test_the_same_affinity_goes_to_the_same_node_and_others_spread(front: Front) -> None:
@@ -136,3 +142,19 @@ def test_a_client_that_goes_away_ends_its_request(front: Front) -> None:
         next(lines)
         assert node.engine.requests
     node.until(lambda: not node.engine.requests)
+
+
+def test_haproxy_notices_a_node_that_hangs(tmp_path: Path) -> None:
+    """What is sent to it before that waits; nginx would go on sending."""
+    with started("haproxy", tmp_path) as front:
+        key = front.key_of("one")
+        front.cables["one"].blackhole()
+
+        def answered() -> str | None:
+            with suppress(httpx.TimeoutException):
+                return front.ask(0.5, X_KVPager_Affinity=key)
+            return None
+
+        assert until(answered, "it was not noticed") == "two"
+        front.cables["one"].heal()
+        until(lambda: front.ask(X_KVPager_Affinity=key) == "one", "it did not come back")
