@@ -16,6 +16,7 @@ __all__ = ["Sharded"]
 
 _log = logging.getLogger("kvpager.stores")
 _OF_TIMEOUT = 0.7  # a node that hangs is found out before the whole call is given up
+_KEY_AT = {"EVAL": 3, "OBJECT": 2}
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -30,6 +31,7 @@ class Sharded:
         """Connects, and reads the map of slots. Raises what redis-py raises."""
         module = redis_py()
         self._gone_errors = (module.exceptions.ConnectionError, module.exceptions.TimeoutError, OSError)
+        self._down_errors = (module.exceptions.ClusterDownError, module.exceptions.MasterDownError)
         self._moved_errors = (module.exceptions.MovedError, module.exceptions.AskError, module.exceptions.TryAgainError)
         self._errors = (*self._gone_errors, module.exceptions.RedisClusterException, module.exceptions.RedisError)
         nodes = [module.cluster.ClusterNode(host, port) for host, port in place.nodes]
@@ -75,8 +77,8 @@ class Sharded:
         return any(node.name not in self._rests for node in self._client.get_primaries())
 
     def _node(self, command: Command) -> Any:
-        """The node that has a command's key; None where none has. An EVAL's stands behind two more."""
-        key = command[3] if command[0] == "EVAL" else command[1]
+        """The node that has a command's key; None where none has."""
+        key = command[_KEY_AT.get(command[0], 1)]
         try:
             return self._client.get_node_from_key(key)
         except self._errors:
@@ -89,13 +91,13 @@ class Sharded:
             self._rest(node.name, type(error).__name__)
             return [Gone(self._place)] * len(commands)
         self._rests.pop(node.name, None)
-        return replies
+        return [Gone(self._place) if isinstance(reply, self._down_errors) else reply for reply in replies]
 
     def _follow(self, command: Command) -> Any:
         """The reply to a command whose key has moved, or is moving."""
         try:
             return self._client.execute_command(*command)
-        except self._gone_errors:
+        except (*self._gone_errors, *self._down_errors):
             return Gone(self._place)
         except self._errors as error:
             return error
@@ -118,9 +120,5 @@ class Sharded:
             if name not in there:
                 del self._rests[name]
         for name in due:
-            if name in self._rests and self._tried(name):
-                del self._rests[name]
-
-    def _tried(self, name: str) -> bool:
-        """Whether a node answers again."""
-        return not isinstance(self.execute_on(name, [("PING",)])[0], Gone)
+            if name in self._rests:
+                self.execute_on(name, [("PING",)])  # which ends its rest, or makes it longer
