@@ -14,6 +14,7 @@ from kvpager.stores.limits import Limits
 from kvpager.stores.packages import xxh3, zstandard
 from kvpager.stores.publishing import PUBLISHING, Publishing, PublishingPolicy
 from kvpager.stores.redis import RedisStore, no_fence
+from kvpager.stores.redis_desk import RedisDesk
 from kvpager.stores.redis_links import redis_py
 from kvpager.stores.redis_settings import RedisSettings
 from kvpager.stores.redis_url import is_redis_url, redis_place
@@ -31,6 +32,7 @@ __all__ = [
     "Limits",
     "Publishing",
     "PublishingPolicy",
+    "RedisDesk",
     "RedisSettings",
     "RedisStore",
     "SqliteStore",

@@ -82,6 +82,9 @@ class Chain:
             rest = [i for i, head in enumerate(found) if head is None]
             for i, head in zip(rest, level.heads([keys[i] for i in rest]), strict=True):
                 found[i] = head
+            missed = sum(found[i] is None for i in rest)
+            level.hits += len(rest) - missed
+            level.misses += missed
         hits = sum(head is not None for head in found)
         self._hits += hits
         self._misses += len(keys) - hits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ __all__ = ["Level"]
 
 _log = logging.getLogger("kvpager.stores")
 T = TypeVar("T")
+_LOOK_S = 0.05  # how often one looks whether it makes sense to wait on
 _READ_AT_ONCE = 8  # blocks a call of the tier, so that a slow one is left alone soon
 
 
@@ -30,7 +32,7 @@ class Level:
 
     guard   what keeps the tier's failures from here
     writer  what writes what waits
-    hits, misses, read_bytes  heads that were asked for here, and pages that were read
+    hits, misses  of heads that a pager asked for, as the chain counts them; read_bytes: of pages
     """
 
     def __init__(
@@ -88,9 +90,6 @@ class Level:
             stored = self._backlog.heads([keys[i] for i in rest], self._stored_heads, self._limits.slow_s)
             for i, head in zip(rest, stored, strict=True):
                 found[i] = head
-        hits = sum(head is not None for head in found)
-        self.hits += hits
-        self.misses += len(keys) - hits
         return found
 
     def get(self, keys: Sequence[bytes]) -> list[Bytes | None]:
@@ -212,7 +211,7 @@ class Level:
 
         unread  whether nobody reads it any more
         """
-        written = self.writer.flush(timeout)
+        written = self._flush(timeout)
         ended = self.writer.stop(1.0)
         if self._prober is not None:
             self._prober.stop(1.0)
@@ -221,6 +220,16 @@ class Level:
             _log.warning("store: closed with %d blocks (%d bytes with records) not written", blocks, size)
         if ended and unread:  # else a call hangs, and closing would too
             self.guard.close()
+
+    def _flush(self, timeout: float) -> bool:
+        """Write what waits; a far tier that can't be written to is not waited for."""
+        if self._prober is None:
+            return self.writer.flush(timeout)
+        ends = time.monotonic() + timeout
+        while not (written := self.writer.flush(max(0.0, min(_LOOK_S, ends - time.monotonic())))):
+            if self.guard.tier is None or self._refuses or time.monotonic() >= ends:
+                break
+        return written
 
     @property
     def _refuses(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvpager.errors import StoreDamaged
 from kvpager.ports import Bytes
@@ -237,21 +237,26 @@ class RedisStore:
         self._known.forget()
         count = 0
         for kind in (BLOCK, RECORD):
-            for names in self.client.keys(self.names.all(kind.decode())):
-                keys = [key for name in names if (key := self.names.key(name)) is not None]
-                gone = [key for key, whose in zip(keys, self.tenants(kind, keys), strict=True) if whose == tenant]
+            for keys in self.stored_keys(kind):
+                gone = [key for key, whose in zip(keys, self.whose(kind, keys), strict=True) if whose == tenant]
                 if gone:
                     self._unlink([(kind, key) for key in gone])
                     self.books.forget(kind, gone)
                     count += len(gone)
         return count
 
-    def tenants(self, kind: bytes, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Whose these blocks or records are; None for those that are gone. Raises StoreError."""
-        name = self.names.block if kind == BLOCK else self.names.record
+    def stored_keys(self, kind: bytes) -> Iterator[list[bytes]]:
+        """Keys of all blocks or records that are there, some at a time. Raises StoreError."""
+        for names in self.client.keys(self.names.all(kind.decode())):
+            keys = [key for name in names if (key := self.names.key(name)) is not None]
+            if keys:
+                yield keys
+
+    def whose(self, kind: bytes, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The tenants of blocks or records; None for those that are gone. Raises StoreError."""
         begin = Header.TENANT_AT if kind == BLOCK else 0
-        commands: list[Command] = [("GETRANGE", name(key), begin, begin + TENANT_BYTES - 1) for key in keys]
-        return [as_bytes(reply) or None for reply in self.client.run(commands, patient=True)] if keys else []
+        commands: list[Command] = [("GETRANGE", self._name(kind, key), begin, begin + TENANT_BYTES - 1) for key in keys]
+        return [as_bytes(reply) or None for reply in self.client.run(commands, patient=True)]
 
     def claim(self, key: bytes) -> bool:
         """Become the one that may write this record, until `release`; False where another is. Raises StoreError.
@@ -278,6 +283,9 @@ class RedisStore:
     @property
     def _tick_name(self) -> str:
         return f"{self.place.prefix}:tick"
+
+    def _name(self, kind: bytes, key: bytes) -> str:
+        return self.names.block(key) if kind == BLOCK else self.names.record(key)
 
     def _head(self, key: bytes, start: bytes, learned: object) -> BlockHead | None:
         if not start:

@@ -16,6 +16,7 @@ __all__ = ["Sharded"]
 
 _log = logging.getLogger("kvpager.stores")
 _OF_TIMEOUT = 0.7  # a node that hangs is found out before the whole call is given up
+_KEY_AT = {"EVAL": 3, "OBJECT": 2}
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -30,7 +31,7 @@ class Sharded:
         """Connects, and reads the map of slots. Raises what redis-py raises."""
         module = redis_py()
         self._gone_errors = (module.exceptions.ConnectionError, module.exceptions.TimeoutError, OSError)
-        self._down_errors = (module.exceptions.ClusterDownError,)  # nobody has the slot, or a node has just come back
+        self._down_errors = (module.exceptions.ClusterDownError, module.exceptions.MasterDownError)
         self._moved_errors = (module.exceptions.MovedError, module.exceptions.AskError, module.exceptions.TryAgainError)
         self._errors = (*self._gone_errors, module.exceptions.RedisClusterException, module.exceptions.RedisError)
         nodes = [module.cluster.ClusterNode(host, port) for host, port in place.nodes]
@@ -50,10 +51,7 @@ class Sharded:
                 groups[node].append(number)
         for node, numbers in groups.items():
             for number, reply in zip(numbers, self._ask(node, [commands[i] for i in numbers]), strict=True):
-                if isinstance(reply, self._moved_errors):
-                    replies[number] = self._follow(commands[number])
-                elif not isinstance(reply, self._down_errors):
-                    replies[number] = reply
+                replies[number] = self._follow(commands[number]) if isinstance(reply, self._moved_errors) else reply
         if commands and not groups and not self._usable:
             raise Gone(self._place)
         return replies
@@ -79,8 +77,8 @@ class Sharded:
         return any(node.name not in self._rests for node in self._client.get_primaries())
 
     def _node(self, command: Command) -> Any:
-        """The node that has a command's key; None where none has. An EVAL's stands behind two more."""
-        key = command[3] if command[0] == "EVAL" else command[1]
+        """The node that has a command's key; None where none has."""
+        key = command[_KEY_AT.get(command[0], 1)]
         try:
             return self._client.get_node_from_key(key)
         except self._errors:
@@ -93,7 +91,7 @@ class Sharded:
             self._rest(node.name, type(error).__name__)
             return [Gone(self._place)] * len(commands)
         self._rests.pop(node.name, None)
-        return replies
+        return [Gone(self._place) if isinstance(reply, self._down_errors) else reply for reply in replies]
 
     def _follow(self, command: Command) -> Any:
         """The reply to a command whose key has moved, or is moving."""
@@ -123,4 +121,4 @@ class Sharded:
                 del self._rests[name]
         for name in due:
             if name in self._rests:
-                self.execute_on(name, [("PING",)])  # one that answers rests no more
+                self.execute_on(name, [("PING",)])  # which ends its rest, or makes it longer
