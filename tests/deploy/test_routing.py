@@ -144,6 +144,7 @@ def test_a_client_that_goes_away_ends_its_request(front: Front) -> None:
     node.until(lambda: not node.engine.requests)
 
 
+@pytest.mark.slow
 def test_haproxy_notices_a_node_that_hangs(tmp_path: Path) -> None:
     """What is sent to it before that waits; nginx would go on sending."""
     with started("haproxy", tmp_path) as front:
