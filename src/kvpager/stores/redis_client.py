@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvpager.stores.deadline import Calls
-from kvpager.stores.redis_links import Command, Gone, Link, connect, told
+from kvpager.stores.redis_links import Command, Gone, connect, told
 from kvpager.stores.redis_url import RedisPlace
 
 __all__ = ["RedisClient"]
@@ -47,14 +47,6 @@ class RedisClient:
                 if not int(cursor):
                     break
 
-    def info(self, section: str) -> list[dict[str, Any]]:
-        """INFO of each server. Raises StoreError."""
-        replies = [
-            self._checked(lambda link, on=node: link.execute_on(on, [("INFO", section)]), True)[0]
-            for node in self._call(lambda link: link.nodes(), True)
-        ]
-        return [reply for reply in replies if not isinstance(reply, Gone)]
-
     def close(self) -> None:
         """End all connections."""
         self._calls.close()
@@ -67,10 +59,7 @@ class RedisClient:
         return replies
 
     def _call(self, work: Any, patient: bool) -> Any:
-        def safely(link: Link) -> Any:
-            return work(link)
-
         try:
-            return self._calls.call(safely, self.timeout_s * (PATIENCE if patient else 1))
+            return self._calls.call(work, self.timeout_s * (PATIENCE if patient else 1))
         except Exception as error:
             raise told(error, self.place) from None
