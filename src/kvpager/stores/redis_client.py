@@ -8,6 +8,7 @@ from typing import Any
 from kvpager.stores.deadline import Calls
 from kvpager.stores.redis_links import Command, Gone, connect, told
 from kvpager.stores.redis_url import RedisPlace
+from kvpager.stores.redis_values import as_number
 
 __all__ = ["RedisClient"]
 
@@ -35,7 +36,7 @@ class RedisClient:
     def keys(self, pattern: str) -> Iterator[list[bytes]]:
         """All keys of this form, some at a time; one may come twice. Raises StoreError."""
         for node in self._call(lambda link: link.nodes(), True):
-            cursor: Any = 0
+            cursor = b"0"
             while True:
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCANNED)
                 reply = self._checked(lambda link, on=node, one=command: link.execute_on(on, [one]), True)[0]
@@ -44,7 +45,7 @@ class RedisClient:
                 cursor, found = reply
                 if found:
                     yield found
-                if not int(cursor):
+                if not as_number(cursor):
                     break
 
     def close(self) -> None:
