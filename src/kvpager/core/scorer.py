@@ -316,7 +316,8 @@ class AttentionScorer:
             return np.zeros(len(rows), np.float32)
         kept = self._pages[name]
         means, theirs = (kept[:, some].astype(np.float32).mean(axis=(0, 2)) for some in (rows, others))
-        return (theirs < means[:, None]).mean(axis=1, dtype=np.float32)
+        share: FloatArray = (theirs < means[:, None]).mean(axis=1, dtype=np.float32)
+        return share
 
     def resume(self, tick: int) -> None:
         """Layers have run until `tick` already: with a clock that goes on from another process's."""
