@@ -1,6 +1,6 @@
 """What nodes that share a Redis come to: measured figures of one node and one Redis, and arithmetic from them.
 
-    python benchmarks/scaling.py measure [--blocks 256] [--batches 1,4,11,44] [--rounds 5] [--redis URL]
+    python benchmarks/scaling.py measure [--blocks 256] [--batches 1,4,11] [--rounds 5] [--redis URL]
     python benchmarks/scaling.py table [--read-mb-s 1100] [--server-read-us 90] ... [--plot scaling.png]
 
 `measure` starts a redis-server (or uses the one at a URL: it must be empty) and writes and reads blocks of 370 KB in
@@ -23,14 +23,19 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from kvpager.bench.store import random_blocks
+from kvpager.stores import RedisSettings, RedisStore
+
 BLOCK_TOKENS = 16
+PAGES = 90  # of a block: 30 layers of 3 KV heads
+CONNECTION = {"socket_read_size": 2**20, "protocol": 2}  # as kvpager.stores.redis connects
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,9 @@ class Figures:
 
     kv_bytes: int = 23_040
     compute_tok_s: float = 1_700.0
-    read_mb_s: float = 1_000.0
-    server_read_us: float = 150.0
-    server_write_us: float = 200.0
+    read_mb_s: float = 775.0
+    server_read_us: float = 72.0
+    server_write_us: float = 275.0
     network_mb_s: float = 1_250.0
     request_s: float = 1.0
     prefix_tokens: int = 1_500
@@ -252,33 +257,45 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     import redis
 
     found = []
-    with redis_server(args.redis) as url, redis.Redis.from_url(url, socket_timeout=30) as client:
+    with redis_server(args.redis) as url, redis.Redis.from_url(url, socket_timeout=30, **CONNECTION) as client:
         _wait(client)
         if client.dbsize():
             raise SystemExit("the Redis is not empty")
-        size = args.block_bytes
+        size = args.page_bytes * PAGES
         names = [f"kvpager:b:{{{os.urandom(32).hex()}}}" for _ in range(args.blocks)]
         blobs = [os.urandom(size) for _ in names]
         for batch in args.batches:
             write, read = [], []
             for _ in range(args.rounds):
-                write.append(
-                    _timed(client, batch, [("SET", *pair, "EX", 3600) for pair in zip(names, blobs, strict=True)])
-                )
-                read.append(_timed(client, batch, [("GET", name) for name in names]))
+                sets = [("SET", name, blob, "EX", 3600) for name, blob in zip(names, blobs, strict=True)]
+                write.append(_timed(client, lambda sets=sets, batch=batch: _piped(client, batch, sets)))
+                gets = [("GET", name) for name in names]
+                read.append(_timed(client, lambda gets=gets, batch=batch: _piped(client, batch, gets)))
                 client.flushdb()
-            for what, times in (("write", write), ("read", read)):
-                wall, server = (statistics.median(column) / args.blocks for column in zip(*times, strict=True))
-                found.append(
-                    {
-                        "what": what,
-                        "batch": batch,
-                        "us": wall * 1e6,
-                        "mb_s": size / wall / 1e6,
-                        "server_us": server * 1e6,
-                    }
-                )
+            found += [_line("written", str(batch), write, args), _line("read", str(batch), read, args)]
+        found += _through_the_store(client, url, args)
     return found
+
+
+def _through_the_store(client: Any, url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write and read as nodes do: books, checksums and headers included."""
+    write, read = [], []
+    blocks = random_blocks(args.blocks, PAGES, args.page_bytes, 0)
+    keys = [block.head.key for block in blocks]
+    for _ in range(args.rounds):
+        with closing(RedisStore(url, RedisSettings(timeout_s=30.0))) as store:
+            write.append(_timed(client, lambda store=store: store.put(blocks)))
+            read.append(
+                _timed(client, lambda store=store: [store.get(keys[i : i + 8]) for i in range(0, len(keys), 8)])
+            )
+        client.flushdb()
+    return [_line("written", "the store's", write, args), _line("read", "the store's", read, args)]
+
+
+def _line(what: str, batch: str, times: Sequence[tuple[float, float]], args: argparse.Namespace) -> dict[str, Any]:
+    wall, server = (statistics.median(column) / args.blocks for column in zip(*times, strict=True))
+    size = args.page_bytes * PAGES
+    return {"what": what, "batch": batch, "us": wall * 1e6, "mb_s": size / wall / 1e6, "server_us": server * 1e6}
 
 
 def _wait(client: Any) -> None:
@@ -295,16 +312,21 @@ def _wait(client: Any) -> None:
             time.sleep(0.02)
 
 
-def _timed(client: Any, batch: int, commands: Sequence[tuple[Any, ...]]) -> tuple[float, float]:
-    """Seconds for all commands, `batch` a round trip, and seconds of the server's processor."""
+def _timed(client: Any, work: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds that it takes, and seconds of the server's processor."""
     before, began = _server_s(client), time.perf_counter()
+    work()
+    wall = time.perf_counter() - began
+    return wall, _server_s(client) - before
+
+
+def _piped(client: Any, batch: int, commands: Sequence[tuple[Any, ...]]) -> None:
+    """All commands, `batch` a round trip."""
     for first in range(0, len(commands), batch):
         pipeline = client.pipeline(transaction=False)
         for command in commands[first : first + batch]:
             pipeline.execute_command(*command)
         pipeline.execute()
-    wall = time.perf_counter() - began
-    return wall, _server_s(client) - before
 
 
 def _server_s(client: Any) -> float:
@@ -319,8 +341,8 @@ def main() -> None:
     one = commands.add_parser("measure")
     one.add_argument("--redis", metavar="URL")
     one.add_argument("--blocks", type=int, default=256)
-    one.add_argument("--block-bytes", type=int, default=370_000)
-    one.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 11, 44])
+    one.add_argument("--page-bytes", type=int, default=4096, help=f"of a page; a block has {PAGES}")
+    one.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 11])
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--json", action="store_true")
     other = commands.add_parser("table")
