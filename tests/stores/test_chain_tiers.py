@@ -148,19 +148,19 @@ def test_the_state_is_told_without_a_look_at_the_tier_but_for_one_a_second(
     chain = make(failures=1)
     tier.calls.clear()
     for _ in range(100):
-        assert chain.state == "ok"
+        assert chain.states == {"local": "ok"}
     assert tier.calls == []
     tier.fails = {"contains": StoreUnavailable("lost", "it was deleted")}
     clock.now += 1
-    assert chain.state == chain.state == "lost"
+    assert chain.states == chain.states == {"local": "lost"}
     assert tier.calls == ["contains"]
     tier.fails = {}
     clock.now += 2
-    assert chain.state == "ok"
+    assert chain.states == {"local": "ok"}
     clock.now -= 1000  # a clock that jumps back
-    assert chain.state == "ok"
+    assert chain.states == {"local": "ok"}
     assert tier.calls == ["contains"] * 3
     chain.close()
     clock.now += 100
-    assert chain.state == "ok"
+    assert chain.states == {"local": "ok"}
     assert tier.calls == [*["contains"] * 3, "close"]

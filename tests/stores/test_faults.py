@@ -280,10 +280,10 @@ def test_a_file_that_is_deleted_is_noticed_by_who_asks_for_the_state_alone(path:
     fill(path, 3)
     clock = Clock()
     store = opened(path, clock)
-    assert store.state == "ok"
+    assert store.states == {"local": "ok"}
     path.unlink()
     clock.now += 1
-    assert store.state == "ok"  # begun anew, and counted
+    assert store.states == {"local": "ok"}  # begun anew, and counted
     assert store.stats().errors == {"lost": 1}
     goes_on(store)
     store.close()

@@ -6,13 +6,23 @@ import argparse
 from typing import Any
 
 from kvpager.build import PagerOptions, StoreOptions, require_storable, require_store
-from kvpager.cli.options import size
+from kvpager.cli.options import number, size, whole
 from kvpager.errors import ConfigError
-from kvpager.stores import COMPRESSIONS, LEAST_LIMIT_BYTES, SYNCHRONOUS
+from kvpager.stores import COMPRESSIONS, LEAST_LIMIT_BYTES, PUBLISHING, SYNCHRONOUS
 
 __all__ = ["add_store_options", "refuse_store_options", "store_options"]
 
-FIELDS = {"limit": "limit", "tenant_limit": "tenant_limit", "synchronous": "sync", "compression": "compression"}
+FIELDS = {
+    "limit": "limit",
+    "tenant_limit": "tenant_limit",
+    "synchronous": "sync",
+    "compression": "compression",
+    "publish": "publish",
+    "publish_hits": "publish_hits",
+    "shared_limit": "shared_limit",
+    "ttl_s": "ttl",
+    "timeout_s": "timeout",
+}
 """Fields of StoreOptions, and the options that say them: ``--store-`` and this."""
 
 
@@ -21,10 +31,11 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("storing")
     group.add_argument(
         "--store",
-        metavar="none|PATH",
-        default="none",
-        help="a file that keeps what was computed, so that it is there again after a restart; the pages of prompts and "
-        "answers are written to it (default: none)",
+        metavar="none|PATH|URL",
+        action="append",
+        help="a file that keeps what was computed, so that it is there again after a restart, or a Redis that nodes "
+        "share (redis://, rediss://, redis+sentinel://, redis+cluster://), or both, given twice; the pages of prompts "
+        "and answers are written there (default: none)",
     )
     group.add_argument(
         "--store-limit",
@@ -45,10 +56,43 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
         f"(default: {StoreOptions.synchronous})",
     )
     group.add_argument(
+        "--store-publish",
+        choices=PUBLISHING,
+        help=f"which blocks go to Redis: those that were found again, all, none (default: {StoreOptions.publish})",
+    )
+    group.add_argument(
+        "--store-publish-hits",
+        type=whole(1),
+        metavar="N",
+        help=f"selective: after so many hits (default: {StoreOptions.publish_hits})",
+    )
+    group.add_argument(
+        "--store-shared-limit",
+        type=size,
+        metavar="SIZE",
+        help=f"bytes that all nodes together store in Redis (default: {StoreOptions.shared_limit})",
+    )
+    group.add_argument(
+        "--store-ttl",
+        type=whole(1),
+        metavar="SECONDS",
+        help="how long after its last use a block or session stays in Redis (default: a week)",
+    )
+    group.add_argument(
+        "--store-timeout",
+        type=number(0.001, 60),
+        metavar="SECONDS",
+        help=f"how long a request waits for Redis at most (default: {StoreOptions.timeout_s})",
+    )
+    group.add_argument(
         "--store-compression",
         choices=COMPRESSIONS,
         help=f"of pages, lossless (default: {StoreOptions.compression})",
     )
+
+
+def _places(args: argparse.Namespace) -> list[str]:
+    return [place for place in args.store or [] if place.lower() != "none"]
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +104,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def refuse_store_options(args: argparse.Namespace, why: str) -> None:
     """Raise ConfigError, which says why, where anything was said about a store; "none" says nothing."""
     names = [f"--store-{FIELDS[field].replace('_', '-')}" for field in _given(args)]
-    if args.store.lower() != "none":
+    if _places(args):
         names.insert(0, "--store")
     if names:
         raise ConfigError(f"store: {', '.join(names)} {'is' if len(names) == 1 else 'are'} {why}")
@@ -71,11 +115,11 @@ def store_options(args: argparse.Namespace, paging: PagerOptions) -> StoreOption
 
     Raises ConfigError for what can't be (with `paging` too) and MissingDependency, before anything is loaded.
     """
-    given = _given(args)
-    if args.store.lower() == "none":
-        refuse_store_options(args, "of no use without --store PATH: nothing is stored")
+    given, places = _given(args), _places(args)
+    if not places:
+        refuse_store_options(args, "of no use without --store: nothing is stored")
         return None
-    options = StoreOptions(path=args.store, **given)
+    options = StoreOptions.at(places, **given)
     require_storable(paging)
     require_store(options)
     return options

@@ -67,7 +67,7 @@ class AsyncEngine:
         self._outbox: list[Output] = []
         self._halt = False
         self._health = Health("loading")
-        self._store_state: str | None = None
+        self._store_states: dict[str, str] = {}
         self._made = asyncio.Event()
         self._ended = asyncio.Event()
         self._empty = asyncio.Event()
@@ -176,9 +176,9 @@ class AsyncEngine:
             return erasing.wait()
 
     @property
-    def store_state(self) -> str | None:
-        """The state of the engine's store as it was when a request last ended; None where there is none."""
-        return self._store_state
+    def store_states(self) -> dict[str, str]:
+        """The state of each tier of the engine's store when a request last ended; none where there is no store."""
+        return self._store_states
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -254,7 +254,7 @@ class AsyncEngine:
         except BaseException as error:
             failure = error
         else:
-            self._store_state = engine.store_state
+            self._store_states = engine.store_states
             self._tell(self._on_made)
             try:
                 self._serve(engine)
@@ -280,7 +280,7 @@ class AsyncEngine:
                     outputs = self._recovered(engine, error)
                 self._deliver(outputs)
                 if any(output.finish_reason is not None for output in outputs):
-                    self._store_state = engine.store_state
+                    self._store_states = engine.store_states
 
     def _waiting(self, engine: Engine) -> list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]]:
         """The calls that are waiting; sleeps while there are none and the engine has nothing to do."""

@@ -276,9 +276,9 @@ class Engine:
         return self._answers.latencies.look(self.pager.latencies())
 
     @property
-    def store_state(self) -> str | None:
-        """The state of the store, as in StoreStats; None where there is none."""
-        return None if self._store is None else self._store.state
+    def store_states(self) -> dict[str, str]:
+        """The state of each tier of the store, as in StoreStats, the nearest first; none where there is no store."""
+        return {} if self._store is None else self._store.states
 
     def check(self) -> None:
         """Assert that the books balance: the pager's, and that requests and sequences belong together."""
