@@ -64,21 +64,20 @@ def measure(journal: Journal, arguments: argparse.Namespace) -> tuple[list[float
     """Microseconds of each call on this thread, and milliseconds until each step was acknowledged."""
     for request in range(arguments.requests):
         journal.accept(Accepted(f"request-{request}", [1] * PAGE, {"max_tokens": 10**6}, 0, None, b"", None, request))
-    base = bytes(32), bytes(range(256)) * (arguments.slot_bytes // 256 + 1)
-    first = [
-        Told(f"request-{n}", 0, (), None, Gained({"length": PAGE}, 0, base[0], PAGE, b""))
-        for n in range(arguments.requests)
-    ]
-    journal.step(first, lambda: None)
+    pattern = bytes(range(256)) * (arguments.slot_bytes // 256 + 2)
+    begin = Gained({"length": PAGE}, 0, bytes(32), PAGE, b"")
+    journal.step([Told(f"request-{n}", 0, (), None, begin) for n in range(arguments.requests)], lambda: None)
     calls, acknowledged = [], []
+    done = threading.Event()
     for step in range(arguments.steps):
-        slot = base[1][step % 256 : step % 256 + arguments.slot_bytes]
+        slot = pattern[step % 256 : step % 256 + arguments.slot_bytes]
         news = [told(request, PAGE + step, slot) for request in range(arguments.requests)]
-        done = threading.Event()
+        done.clear()
         began = time.perf_counter()
-        journal.step(news, lambda: (acknowledged.append((time.perf_counter() - began) * 1e3), done.set())[0])
+        journal.step(news, done.set)
         calls.append((time.perf_counter() - began) * 1e6)
         done.wait()
+        acknowledged.append((time.perf_counter() - began) * 1e3)
         time.sleep(max(0.0, arguments.every_ms / 1e3 - (time.perf_counter() - began)))
     return calls, acknowledged
 
