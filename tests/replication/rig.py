@@ -81,7 +81,7 @@ def mirror(port: int, limits: Limits | None = None, name: str = "pair") -> Mirro
 
 def caught_up(one: Mirror) -> Mirror:
     """Let a mirror read to the end."""
-    until(lambda: one.poll(0.0))
+    until(trying(lambda: one.poll(0.0)))
     return one
 
 
@@ -110,9 +110,7 @@ def key(id: str, index: int, block: int) -> bytes:
     return f"{id}/{index}/{block}".encode().ljust(32, b"k")[:32]
 
 
-def gained(
-    id: str, index: int, old: int, new: int, header: dict[str, Any] | None = None, scores: bytes = b""
-) -> Gained:
+def gained(id: str, index: int, old: int, new: int, scores: bytes = b"") -> Gained:
     """What a sequence gained that grew from `old` to `new` tokens."""
     keys = b"".join(key(id, index, block) for block in range(old // PAGE, new // PAGE))
     begin = max(old, new // PAGE * PAGE)

@@ -196,7 +196,7 @@ def test_a_mirror_reads_again_what_was_corrupted_on_the_way(redis_server: RedisS
             proxy.corrupt(place)
             primary.told(grown("one", 0, length, length + 1, length))
             length += 1
-            until(lambda reader=reader: reader.poll(0.0))
+            caught_up(reader)
             proxy.heal()
             known = caught_up(reader).requests().get("one")
             if known is not None:  # dropped, or right; and what comes in full repairs it
@@ -216,11 +216,28 @@ def test_where_there_is_a_replica_it_acknowledges(redis_server: RedisServer, tmp
         replica.resume()
         until(lambda: good(primary))
         begin(primary, "two")
-        replica.kill()
-        primary.told(grown("two", 0, 6, 7, 2))
-        assert good(primary)
-        assert primary.journal.stats().replicas == 0
         assert primary.journal.resumable("two")
+
+
+def test_a_replica_that_hangs_has_not_acknowledged(redis_server: RedisServer, tmp_path: Path) -> None:
+    """Also when the same entry is sent again, over the same connection and over another one."""
+    follow = ("--replicaof", "127.0.0.1", str(redis_server.port))
+    limits = Limits(bound_s=30.0, look_s=0.05)
+    with RedisServer(tmp_path / "replica", args=follow) as replica, Primary(redis_server.port, limits) as primary:
+        until(lambda: primary.journal.stats().replicas == 1)
+        begin(primary, "one")
+        replica.pause()
+        done = primary.step(grown("one", 0, 6, 7, 2))
+        until(lambda: primary.journal.stats().lag_s > 0.4)
+        redis_server.client().client_kill_filter(_type="normal", skipme=True)
+        until(lambda: primary.journal.stats().lag_s > 0.9)
+        assert not done.is_set()
+        replica.resume()
+        assert done.wait(SECONDS)
+        replica.kill()  # one that is gone is not waited for
+        primary.told(grown("one", 0, 7, 8, 3))
+        assert primary.journal.stats().replicas == 0
+        assert primary.journal.resumable("one")
 
 
 def test_ended_requests_are_kept_for_a_while(redis_server: RedisServer) -> None:

@@ -91,11 +91,10 @@ class Answer:
         if gained.slots_from <= begin:
             self.slots[:] = memoryview(gained.slots)[(begin - gained.slots_from) * size :]
             return
-        kept = gained.slots_from - begin
-        held = len(self.slots) // kept if not count else size
-        if self.header is None or self.begin != begin or not held or len(self.slots) < kept * held:
+        kept, known = gained.slots_from - begin, 0 if self.header is None else self.header["length"] - begin
+        if self.begin != begin or kept > known or (count and size * known != len(self.slots)):
             raise Misfit("slots")
-        del self.slots[kept * held :]
+        del self.slots[len(self.slots) // known * kept :]
         self.slots += gained.slots
 
     def saved(self, prompt: Sequence[int]) -> Saved | None:

@@ -14,7 +14,7 @@ from typing import Any
 from kvpager.journaled import Accepted, Gained, Told
 from kvpager.replication.fields import ACCEPTED_RUNS, read_accepted, read_end, write_accepted, write_end
 from kvpager.replication.limits import Limits
-from kvpager.replication.packing import Damaged, Fields, checksum, pack, unpack
+from kvpager.replication.packing import Damaged, Fields, checksum, pack, text_of, unpack
 
 __all__ = ["Began", "Broken", "Entry", "EntryWriter", "Gone", "Grew", "Part", "Taken", "Whole", "read_entry"]
 
@@ -89,35 +89,33 @@ class EntryWriter:
 
     def __init__(self, beginning: str) -> None:
         self._beginning = beginning
-        self._parts: list[dict[str, Any]] = []
+        self._parts: list[bytes] = []
         self._runs: list[bytes] = []
         self._slots: list[bytes] = []
-        self.ids: set[str] = set()  # of requests that grew or were taken
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def began(self, done: bool) -> None:
         """See Began."""
-        self._parts.append({"do": "began", "done": done})
+        self._parts.append(text_of({"do": "began", "done": done}))
 
     def whole(self, id: str) -> None:
         """See Whole."""
-        self._parts.append({"do": "whole", "id": id})
+        self._parts.append(text_of({"do": "whole", "id": id}))
 
     def gone(self, id: str) -> None:
         """See Gone."""
-        self._parts.append({"do": "gone", "id": id})
+        self._parts.append(text_of({"do": "gone", "id": id}))
 
     def taken(self, accepted: Accepted, page: int) -> None:
         """See Taken. Raises ValueError, TypeError or OverflowError for what can't be written."""
         header, runs = write_accepted(accepted, page)
-        self._parts.append({"do": "taken", "id": accepted.id, "taken": header})
+        self._parts.append(text_of({"do": "taken", "id": accepted.id, "taken": header}))
         self._runs += runs
-        self.ids.add(accepted.id)
 
     def grew(self, told: Told, before: int, at: int) -> None:
-        """See Grew."""
+        """See Grew. Raises ValueError or TypeError for what can't be written."""
         part: dict[str, Any] = {"do": "grew", "id": told.id, "before": before, "index": told.index, "at": at}
         part["tokens"] = list(told.tokens)
         if told.logprobs is not None:
@@ -132,15 +130,16 @@ class EntryWriter:
                 "sizes": [len(gained.keys), len(gained.slots), len(gained.scores)],
                 "singles": list(gained.singles),
             }
+        self._parts.append(text_of(part))
+        if gained is not None:
             self._slots += [gained.keys, gained.slots, gained.scores]
-        self._parts.append(part)
-        self.ids.add(told.id)
 
     def pack(self) -> tuple[bytes, bytes]:
         """The frame, and keys, slots and scores."""
         slots = b"".join(self._slots)
-        header = {"beginning": self._beginning, "parts": self._parts, "bytes": len(slots), "sum": checksum(slots).hex()}
-        return pack(header, self._runs), slots
+        rest = text_of({"beginning": self._beginning, "bytes": len(slots), "sum": checksum(slots).hex()})
+        text = b'{"parts":[' + b",".join(self._parts) + b"]," + rest[1:]
+        return pack(text, self._runs), slots
 
 
 def read_entry(frame: bytes, slots: bytes, limits: Limits) -> Entry:

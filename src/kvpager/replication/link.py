@@ -107,9 +107,12 @@ class Link:
 
 
 def read_replicas(link: Link) -> int:
-    """How many replicas follow, and are up to date enough to acknowledge. Raises Unreachable."""
+    """How many replicas follow and have acknowledged something, as they do a second after they came.
+
+    Raises Unreachable.
+    """
     told = link.send(("INFO", "replication"))[0]
     if not isinstance(told, dict):
         raise Unreachable("answer")
     replicas = [value for name, value in told.items() if str(name).startswith("slave") and isinstance(value, dict)]
-    return sum(value.get("state") == "online" for value in replicas)
+    return sum(value.get("state") == "online" and value.get("offset") != 0 for value in replicas)

@@ -129,6 +129,8 @@ class Mirror:
             self._restart()
             self._position = "0-0"
         entries = self._read(block_s)
+        if not entries and not self._at_end():
+            return False
         for id, fields in entries:
             if not self._take(id, fields):
                 return False
@@ -170,6 +172,18 @@ class Mirror:
         if block_s:
             command += ["BLOCK", max(1, round(block_s * 1e3))]
         return _entries(self._link.send([*command, "STREAMS", self.keys.stream, self._position])[0])
+
+    def _at_end(self) -> bool:
+        """Whether nothing follows what was read; where something else was read than the journal has, begin again."""
+        tail = self._link.send(("GET", self.keys.tail))[0]
+        try:
+            last = (0, 0) if tail is None else _place(tail)
+        except (Damaged, TypeError) as error:
+            raise Unreachable("answer") from error
+        position = _place(self._position.encode())
+        if tail is not None and last < position:
+            self._position = ""
+        return tail is None or last == position
 
     def _take(self, id: bytes, fields: Any) -> bool:
         """Take an entry; False where it is to be read again, because it may be the way here that has damaged it."""

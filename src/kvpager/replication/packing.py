@@ -22,7 +22,7 @@ import numpy as np
 
 from kvpager.replication.limits import Limits
 
-__all__ = ["Damaged", "Fields", "checksum", "pack", "pack_tokens", "unpack", "unpack_tokens"]
+__all__ = ["Damaged", "Fields", "checksum", "pack", "pack_tokens", "text_of", "unpack", "unpack_tokens"]
 
 MAGIC = b"KVJ\x01"
 SUM_BYTES = 8
@@ -40,9 +40,13 @@ def checksum(data: bytes | bytearray | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=SUM_BYTES).digest()
 
 
-def pack(header: Mapping[str, Any], runs: Sequence[bytes | bytearray]) -> bytes:
-    """The bytes of a frame. Raises ValueError or TypeError for a header that is not JSON."""
-    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+def text_of(value: Mapping[str, Any]) -> bytes:
+    """An object as JSON. Raises ValueError or TypeError for what JSON can't hold."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def pack(text: bytes, runs: Sequence[bytes | bytearray]) -> bytes:
+    """The bytes of a frame with this JSON."""
     sizes = struct.pack(f"<{len(runs)}I", *map(len, runs))
     body = b"".join([_HEAD.pack(MAGIC, len(text), len(runs)), sizes, text, *runs])
     return body + checksum(body)

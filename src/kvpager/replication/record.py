@@ -8,7 +8,7 @@ from kvpager.journaled import Told
 from kvpager.replication.book import KEY_BYTES, Answer, Held, Misfit
 from kvpager.replication.fields import ACCEPTED_RUNS, read_accepted, read_end, write_accepted, write_end
 from kvpager.replication.limits import Limits
-from kvpager.replication.packing import Damaged, Fields, pack, pack_tokens, unpack, unpack_tokens
+from kvpager.replication.packing import Damaged, Fields, pack, pack_tokens, text_of, unpack, unpack_tokens
 
 __all__ = ["pack_request", "unpack_request"]
 
@@ -22,7 +22,8 @@ def pack_request(held: Held) -> bytes:
     for answer in held.answers:
         answers.append(_written(answer))
         runs += [pack_tokens(answer.tokens), bytes(answer.keys), bytes(answer.slots), answer.scores]
-    return pack({"beginning": held.beginning, "last": held.last, "taken": taken, "answers": answers}, runs)
+    header = {"beginning": held.beginning, "last": held.last, "taken": taken, "answers": answers}
+    return pack(text_of(header), runs)
 
 
 def _written(answer: Answer) -> dict[str, Any]:

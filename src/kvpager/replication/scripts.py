@@ -103,7 +103,12 @@ if todo.begin then
 elseif epoch ~= todo.epoch or tonumber(number) + 1 ~= tonumber(todo.number) then
   return redis.error_reply('BEHIND ' .. (tail or '-'))
 end
-redis.call('XADD', KEYS[3], id, 'entry', ARGV[3], 'slots', ARGV[4])
+if todo.begin then redis.call('DEL', KEYS[3]) end
+local added = redis.pcall('XADD', KEYS[3], id, 'entry', ARGV[3], 'slots', ARGV[4])
+if type(added) == 'table' and added.err then
+  if string.find(added.err, 'smaller') then return redis.error_reply('BEHIND stream') end
+  return added
+end
 redis.call('SET', KEYS[2], id)
 for i, name in ipairs(todo.whole) do redis.call('HSET', KEYS[4], name, ARGV[4 + i]) end
 for _, name in ipairs(todo.dropped) do redis.call('HDEL', KEYS[4], name) end

@@ -93,6 +93,8 @@ class Writer:
         self._keep_house()
         while waiting.state != "lost":
             items, generation = waiting.take(self._limits.batch_bytes, self._idle_s())
+            if waiting.state == "degraded":
+                self._anew = True  # items are missing, and nobody knows whether the last entry is there
             if not items and waiting.closed:
                 break
             try:
@@ -123,7 +125,6 @@ class Writer:
             while not self._attempt(lambda: self._append(command)):
                 time.sleep(self._wait_s())
                 if self._waiting.generation != generation:
-                    self._anew = True  # nobody knows whether this entry is there
                     return
         self._waiting.acknowledge(items)
 
@@ -132,6 +133,7 @@ class Writer:
         if id in self._adopted and not self.requests[id].ended:
             return  # it goes on here
         try:
+            id.encode()
             held = Held(accepted, self._page, self._stretch.beginning, number)
             entry.taken(accepted, self._page)
         except (Misfit, TypeError, ValueError, OverflowError) as error:
@@ -151,11 +153,14 @@ class Writer:
         try:
             at = len(held.answers[told.index].tokens)
             held.tell(told)
-        except (Misfit, IndexError):
-            log.error("journal: what was told of a request does not go on from what was told before")
+            entry.grew(told, held.last, at)
+        except (Misfit, IndexError, TypeError, ValueError) as error:
+            log.error("journal: what a request has gained can't be written (%s)", type(error).__name__)
             self._waiting.abandon([told.id])
+            del self.requests[told.id]
+            self._gone.add(told.id)
+            self._stretch.forget(told.id)
             return
-        entry.grew(told, held.last, at)
         held.last = number
         self._stretch.touch(told.id, number)
         if held.ended:
@@ -268,7 +273,7 @@ class Writer:
         entry = EntryWriter(self._stretch.beginning)
         entry.began(done=False)
         self._told_gone(entry)
-        self._send(self._command(entry, {}, [], trim=self._stretch.beginning, begin=True))
+        self._send(self._command(entry, {}, [], trim="", begin=True))
         for ids in self._shares():
             whole = EntryWriter(self._stretch.beginning)
             for id in ids:
