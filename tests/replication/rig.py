@@ -23,12 +23,18 @@ from tests.redis_rig import until
 PAGE = 4
 SLOT = 24  # bytes of a token
 SECONDS = 20.0  # after which a test that waits has failed
+MADE: list[Any] = []  # clients, closed at a test's end
 
 
 def connector(port: int, seconds: float = 0.5, **more: Any) -> Callable[[], Any]:
     """Makes clients as they are to be: none tries again by itself."""
     settings = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0), **more}
-    return lambda: redis.Redis(host="127.0.0.1", port=port, **settings)
+
+    def connect() -> Any:
+        MADE.append(redis.Redis(host="127.0.0.1", port=port, **settings))
+        return MADE[-1]
+
+    return connect
 
 
 @dataclass

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvpager.replication.journal import Journal
 from kvpager.replication.keeper import LeaseKeeper
+from kvpager.replication.lease import Lease
 from kvpager.replication.limits import Limits
+from kvpager.replication.mirror import Mirror
 from tests.redis_rig import Proxy, RedisServer, until
-from tests.replication.rig import SECONDS, Primary, accepted, caught_up, connector, ended, grown, mirror, trying
+from tests.replication.rig import PAGE, SECONDS, Primary, accepted, caught_up, connector, ended, grown, mirror, trying
 
 FAST = Limits(bound_s=0.2, retry_s=0.01, longest_retry_s=0.05, look_s=0.05)
 
@@ -150,6 +153,33 @@ def test_without_rights_it_is_degraded(redis_server: RedisServer, rights: list[s
     assert degraded(primary)
     assert not primary.journal.resumable("one")
     primary.journal.close()
+
+
+CALLED = "evalsha script|load wait info xread hgetall hmget hkeys"
+IN_SCRIPTS = "get set del incr pexpire pttl time xadd xtrim hset hdel"
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_these_rights_are_enough(redis_server: RedisServer, protocol: int) -> None:
+    """What docs/failover.md tells an administrator, with both of Redis's protocols."""
+    rights = [f"+{name}" for name in f"{CALLED} {IN_SCRIPTS}".split()]
+    user = ["ACL", "SETUSER", "kvpager", "on", ">secret", "~kvpager:{pair}:*", "-@all", *rights]
+    redis_server.client().execute_command(*user)
+    connect = connector(redis_server.port, username="kvpager", password="secret", protocol=protocol)
+    lease = Lease(connect, "pair", "first", 600.0)
+    assert lease.acquire()
+    assert lease.ask(60.0) == lease.epoch
+    assert lease.renew() == "asked"
+    assert lease.watch() is not None
+    journal = Journal(connect, lease, PAGE, on_lost=lambda: None, limits=Limits(bound_s=15.0))
+    journal.start()
+    journal.accept(accepted("one"))
+    journal.step([ended("one", 0, 5)], lambda: None)
+    journal.close(SECONDS)
+    assert journal.stats().state == "good"
+    one = caught_up(Mirror(connect, "pair"))
+    assert one.requests()["one"].outputs == [[5]]
+    assert lease.release()
 
 
 def test_a_wrong_password_is_degraded_and_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
