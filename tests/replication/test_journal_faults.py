@@ -296,6 +296,18 @@ def test_what_can_not_be_written_goes_on_without(redis_server: RedisServer) -> N
         until(lambda: not primary.journal.resumable("odd"))
 
 
+def test_nothing_is_held_back_by_a_journal_that_is_closed(redis_server: RedisServer) -> None:
+    with Primary(redis_server.port, Limits(bound_s=3600.0)) as primary:
+        begin(primary, "one")
+        redis_server.pause()
+        done = primary.step(grown("one", 0, 6, 7, 1))
+        primary.journal.close(0.05)
+        assert done.wait(SECONDS)
+        primary.told(grown("one", 0, 7, 8, 1))
+        assert not primary.journal.resumable("one")
+        redis_server.resume()
+
+
 def test_calls_never_wait_for_redis(redis_server: RedisServer) -> None:
     """While Redis hangs and the bound is far, a thousand calls return."""
     with Primary(redis_server.port, Limits(bound_s=3600.0)) as primary:

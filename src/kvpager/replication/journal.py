@@ -135,6 +135,9 @@ class Journal:
         )
 
     def close(self, flush_s: float = 2.0) -> None:
-        """Write what waits, as far as that takes no longer, and end; idempotent. The lease stays as it is."""
+        """Write what waits, as far as that takes no longer, and end; idempotent. The lease stays as it is.
+
+        What was not written then is released as if the journal were degraded, and so is what comes later.
+        """
         self._waiting.close(flush_s)
         self._writer.join()

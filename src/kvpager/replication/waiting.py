@@ -93,11 +93,14 @@ class Waiting:
     def resumable(self, id: str) -> bool:
         """Whether a request is known and has not gone on without the journal."""
         with self._lock:
-            return self.state != "lost" and id in self._known and id not in self._gone
+            return self.state != "lost" and not self._closed and id in self._known and id not in self._gone
 
     def _put(self, item: Item) -> None:
+        if self._closed and self.state != "lost":
+            self._call(item.done)  # as if it were degraded; nobody else calls any more
+            return
         with self._lock:
-            if self.state == "lost" or self._closed:
+            if self.state == "lost":
                 return
             if item.accepted is not None:
                 self._known.add(item.accepted.id)
@@ -205,9 +208,14 @@ class Waiting:
             return len(self._pending), self._bytes, lag, len(self._gone)
 
     def close(self, flush_s: float) -> None:
-        """Wait for what was taken to be released, as far as that takes no longer; then end."""
+        """Wait for what was taken to be acknowledged, give up what was not after so long, and end.
+
+        For the engine's thread, or when that tells nothing any more.
+        """
         with self._lock:
             self._drained.wait_for(lambda: not self._pending, flush_s)
+            if self._pending and self.state == "good":
+                self._give_up("closed before all was written")
             self._closed = True
             self._to_write.notify_all()
             self._to_release.notify_all()
