@@ -85,7 +85,8 @@ class Journal:
     def adopt(self, known: Mapping[str, Resumable]) -> None:
         """Take over requests that a mirror knows, before `start`.
 
-        An engine that goes on with one may `accept` it or not; it then tells what it gains, as it does of every other.
+        An engine that goes on with one accepts it, and tells all that is known of it with the next step: both are
+        written as one. Or it does not accept it, and tells what it gains.
         """
         self._writer.adopt(known)
 

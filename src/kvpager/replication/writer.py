@@ -58,7 +58,8 @@ class Writer:
         self._link = Link(connect, keys.stream)
         self.requests: dict[str, Held] = {}
         self.ended: OrderedDict[str, float] = OrderedDict()
-        self._adopted: set[str] = set()
+        self._adopted: set[str] = set()  # that an engine has not gone on with yet
+        self._again: dict[str, Accepted] = {}  # that it has, and tells next
         self._gone: set[str] = set()  # that is to be told
         self._stretch = Stretch(limits)
         self._anew = True
@@ -130,22 +131,25 @@ class Writer:
 
     def _take(self, entry: EntryWriter, accepted: Accepted, number: int) -> None:
         id = accepted.id
-        if id in self._adopted and not self.requests[id].ended:
-            return  # it goes on here
+        if id in self._adopted:  # told from its beginning with what comes next: both are to be in one entry
+            self._adopted.discard(id)
+            self._again[id] = accepted
+            return
         try:
             id.encode()
             held = Held(accepted, self._page, self._stretch.beginning, number)
             entry.taken(accepted, self._page)
         except (Misfit, TypeError, ValueError, OverflowError) as error:
             log.error("journal: a request can't be written (%s)", type(error).__name__)
-            self._waiting.abandon([id])
+            self._abandon(id)
             return
-        self._adopted.discard(id)
         self.ended.pop(id, None)
         self.requests[id] = held
         self._stretch.touch(id, number)
 
     def _tell(self, entry: EntryWriter, told: Told, number: int) -> None:
+        if told.id in self._again:
+            self._take(entry, self._again.pop(told.id), number)
         held = self.requests.get(told.id)
         if held is None:
             return  # it has gone on without the journal
@@ -156,10 +160,7 @@ class Writer:
             entry.grew(told, held.last, at)
         except (Misfit, IndexError, TypeError, ValueError) as error:
             log.error("journal: what a request has gained can't be written (%s)", type(error).__name__)
-            self._waiting.abandon([told.id])
-            del self.requests[told.id]
-            self._gone.add(told.id)
-            self._stretch.forget(told.id)
+            self._abandon(told.id)
             return
         held.last = number
         self._stretch.touch(told.id, number)
@@ -331,20 +332,29 @@ class Writer:
 
     def _drop(self, id: str) -> None:
         if id in self.ended:
-            del self.ended[id]
             self._waiting.forget([id])
-        self.requests.pop(id, None)
-        self._adopted.discard(id)
-        self._stretch.forget(id)
+        self._forget(id)
 
     def _forget_gone(self) -> None:
         """What has gone on without the journal is held no longer, and is to be told."""
         for id in self._waiting.take_gone():
-            if self.requests.pop(id, None) is not None:
-                self._gone.add(id)
-            self.ended.pop(id, None)
-            self._adopted.discard(id)
-            self._stretch.forget(id)
+            self._lose(id)
+
+    def _abandon(self, id: str) -> None:
+        self._waiting.abandon([id])
+        self._lose(id)
+
+    def _lose(self, id: str) -> None:
+        if id in self.requests:
+            self._gone.add(id)
+        self._forget(id)
+
+    def _forget(self, id: str) -> None:
+        self.requests.pop(id, None)
+        self.ended.pop(id, None)
+        self._adopted.discard(id)
+        self._again.pop(id, None)
+        self._stretch.forget(id)
 
     def _keep_house(self) -> None:
         """With nothing to write: try whether Redis is there again, or still; drop what is kept no longer."""
