@@ -37,7 +37,7 @@ class MemoryStore:
     broken     every block and record is missed, and nothing is stored, as with a database that can't be reached
     calls      how often each method was called with something to do
     asked      keys whose pages were asked for, in order
-    prefetched keys that were announced, in order
+    prefetched keys that were announced, in order; published: those that are to be shared
     """
 
     def __init__(self, shelf: Shelf | None = None, *, room: int = 2**62) -> None:
@@ -47,6 +47,7 @@ class MemoryStore:
         self.calls: Counter[str] = Counter()
         self.asked: list[bytes] = []
         self.prefetched: list[bytes] = []
+        self.published: list[bytes] = []
         self._room = room
         self._counts: Counter[str] = Counter()
 
@@ -136,6 +137,11 @@ class MemoryStore:
         """Noted, for a look at the order."""
         self._called("prefetch", keys)
         self.prefetched += keys
+
+    def publish(self, keys: Sequence[bytes]) -> None:
+        """Noted."""
+        self._called("publish", keys)
+        self.published += keys
 
     def load_record(self, key: bytes) -> bytes | None:
         """A record as it was saved."""

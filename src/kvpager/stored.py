@@ -113,6 +113,12 @@ class BlockStore(Protocol):
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Blocks that `get` will be asked for soon, the most wanted first; a hint."""
 
+    def publish(self, keys: Sequence[bytes]) -> None:
+        """These blocks go to the shared tier whatever its publishing policy: those of running requests of a primary.
+
+        They have been put before, or will be soon.
+        """
+
     def load_record(self, key: bytes) -> bytes | None:
         """A record (a session's, say) by its 32-byte key, checked; None for a miss."""
 

@@ -117,6 +117,9 @@ class Chain:
         if not self._closed:
             self._ahead.want(keys)
 
+    def publish(self, keys: Sequence[bytes]) -> None:
+        """Nothing to do: every tier is given every block."""
+
     def load_record(self, key: bytes) -> bytes | None:
         """A record, from the nearest tier that has it; None for a miss."""
         for level in self._levels:
