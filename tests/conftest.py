@@ -8,10 +8,15 @@ selection or was never reached is said.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.redis_rig import RedisCluster, RedisSentinel, RedisServer
 
 PROMISES = {
     1: "Pressure changes speed, never answers.",
@@ -91,3 +96,30 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile", None):
         hypothesis.settings.load_profile("same-every-time")
     config.pluginmanager.register(PromiseReport(), "kvpager-promises")
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis of this test's own, empty."""
+    from tests.redis_rig import RedisServer
+
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def redis_cluster(tmp_path: Path) -> Iterator[RedisCluster]:
+    """A cluster of three nodes of this test's own."""
+    from tests.redis_rig import RedisCluster
+
+    with RedisCluster(tmp_path / "cluster") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinel]:
+    """A primary and a replica of this test's own, watched by three sentinels."""
+    from tests.redis_rig import RedisSentinel
+
+    with RedisSentinel(tmp_path / "sentinel") as group:
+        yield group

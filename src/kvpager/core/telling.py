@@ -75,8 +75,11 @@ def tell(state: State, keeper: Keeper, marked: Listed[tuple[Sequence, Mark]], sc
     slots, told = _read(state, opened), _scores(state, marked, opened) if scores else {}
     new = [key for some in keys for key in some]
     if new:
-        keeper.flush()
         keeper.store.publish(new)
+        for (sequence, mark), some in zip(marked, keys, strict=True):
+            for row in sequence.rows[mark.blocks : mark.blocks + len(some)].tolist():
+                keeper.offer(row)  # again, should the store have let it go before it was to be published
+        keeper.flush()
     gained: list[Gained | None] = []
     for place, (sequence, mark) in enumerate(marked):
         whole = mark.blocks + len(keys[place]) == sequence.length // size

@@ -61,7 +61,7 @@ class AsyncEngine:
         self._journal: JournalSink | None = None
         self._halt = False
         self._health = Health("loading")
-        self._store_state: str | None = None
+        self._store_states: dict[str, str] = {}
         self._made = asyncio.Event()
         self._ended = asyncio.Event()
         self._empty = asyncio.Event()
@@ -180,9 +180,9 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.erase(salt))
 
     @property
-    def store_state(self) -> str | None:
-        """The state of the engine's store as it was when a request last ended; None where there is none."""
-        return self._store_state
+    def store_states(self) -> dict[str, str]:
+        """The state of each tier of the engine's store when a request last ended; none where there is no store."""
+        return self._store_states
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -258,7 +258,7 @@ class AsyncEngine:
         except BaseException as error:
             failure = error
         else:
-            self._store_state, self._journal = engine.store_state, engine.journal
+            self._store_states, self._journal = engine.store_states, engine.journal
             self._tell(self._on_made)
             try:
                 self._serve(engine)
@@ -294,7 +294,7 @@ class AsyncEngine:
         if engine.journal is None:
             release.done()
         if any(output.finish_reason is not None for output in outputs):
-            self._store_state = engine.store_state
+            self._store_states = engine.store_states
 
     def _waiting(self, engine: Engine) -> list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]]:
         """The calls that are waiting; sleeps while there are none and the engine has nothing to do."""

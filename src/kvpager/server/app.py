@@ -243,10 +243,13 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         return {**asdict(figures), "requests": service.places.taken}
 
 
-def _store_state(service: Service) -> dict[str, str]:
+def _store_state(service: Service) -> dict[str, Any]:
     """How the store does, where there is one: whatever that is, requests are answered."""
-    state = service.engine.store_state
-    return {} if state is None else {"store": state}
+    states = service.engine.store_states
+    if not states:
+        return {}
+    worst = next((state for state in states.values() if state != "ok"), "ok")
+    return {"store": worst, "stores": states} if len(states) > 1 else {"store": worst}
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
