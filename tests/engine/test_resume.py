@@ -155,6 +155,19 @@ def test_every_step_is_told_and_no_more_of_it_however_long_the_answer() -> None:
     assert cut.store.published == [cut.resumable().saved[0].keys[i : i + 32] for i in range(0, 7 * 32, 32)]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_after_its_end_nothing_is_left_that_only_it_could_go_on_with(kept: bool) -> None:
+    store, journal, plain = MemoryStore(), MemoryJournal(), MemoryStore()
+    session = {"session": "talk"} if kept else {}
+    for one, more in ((plain, {}), (store, {"journal": journal})):
+        with rig.engine(pager=BUDGETED, store=one, **more) as engine:
+            engine.add("one", prompt(75, 4), greedy(60), **session)
+            run(engine)
+            assert engine.pager.stats().sequences == 0
+    assert set(store.shelf.blocks) == set(plain.shelf.blocks)
+    assert len(store.published) == 8  # full blocks, while it ran
+
+
 def test_answers_that_have_ended_are_told_again() -> None:
     cut = Cut(SamplingParams(max_tokens=12, n=2, seed=5), 40)
     assert cut.ended
