@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvpager.engine.engine import Engine, EngineConfig
     from kvpager.hf import PagerCache
+    from kvpager.journaled import JournalSink
     from kvpager.models import LoadedModel
     from kvpager.stored import BlockStore, Fence
 
@@ -312,11 +313,13 @@ def make_engine(
     config: EngineConfig,
     *,
     store: StoreOptions | None = None,
+    journal: JournalSink | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """An engine over a loaded model; the thread that calls this owns it, and closes it. It reads `clock`, in seconds.
 
     With a `store` what it computes outlives it; the model must have been loaded with `identify`. The engine closes it.
+    What another process needs to go on with its requests is told to `journal`.
 
     Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged, and
     MissingDependency.
@@ -339,7 +342,7 @@ def make_engine(
         pager = replace(pager, namespace=loaded.identity)
     opened = None if store is None else open_store(store, shape.itemsize)
     try:
-        engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, store=opened, clock=clock)
+        engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, store=opened, journal=journal, clock=clock)
     except BaseException:
         if opened is not None:
             opened.close()

@@ -60,11 +60,9 @@ class FrameStorage(Protocol):
 
     memory  uint8 [frames, page_bytes], the frames themselves where they lie so that a full page's row is what `dump`
             gives and `load` takes, and may be read and written in its place; None where they don't
-    pieces  pages' bytes that an open page takes in what `suspend` gives
     """
 
     memory: Bytes | None
-    pieces: int
 
     @property
     def page_bytes(self) -> int:
@@ -95,14 +93,24 @@ class FrameStorage(Protocol):
     def finish(self, frames: IntArray) -> None:
         """These frames' pages are full for good, or gone: what was held beside them to open them again may go."""
 
-    def suspend(self, frames: IntArray, tokens: int | None = None) -> Bytes:
-        """All that open pages need to go on elsewhere: uint8 [n * pieces, page_bytes], a page's after one another.
-
-        With `tokens`, the first of each page, nothing else is in it: a frame still holds what it held before its page.
-        """
+    def suspend(self, frames: IntArray) -> Bytes:
+        """All that open pages need to go on elsewhere: uint8 [n * k, page_bytes], k pieces a page after one another."""
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
-        """Make frames hold what `suspend` gave, [n * pieces, page_bytes]: all that is done next gives the same bits."""
+        """Make frames hold what `suspend` gave, [n * k, page_bytes]: all that is done next gives the same bits."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of an open page: its keys [D], then its values [D], as they are held until it is full."""
+
+    def tokens(self, frames: IntArray, offsets: IntArray) -> Bytes:
+        """One token of each frame's open page, at `offsets` [n] in it: uint8 [n, token_bytes]; frames may repeat."""
+
+    def put_tokens(self, frames: IntArray, tokens: Bytes) -> None:
+        """Make frames hold open pages of these tokens, the first of each: uint8 [n, fewer than P, token_bytes].
+
+        All that is done next gives the same bits as where `tokens` gave them.
+        """
 
 
 class PageList(NamedTuple):

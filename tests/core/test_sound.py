@@ -64,7 +64,7 @@ def test_a_forged_sequence_is_no_sequence(
         return
     whole = restored.length == length
     outputs = fed.run(restored, NEXT)
-    if what == "open":
+    if what == "slots":
         pass  # its numbers are believed, as those of pages are
     elif whole:
         np.testing.assert_array_equal(outputs, wanted)
@@ -78,10 +78,10 @@ def test_a_forged_sequence_is_no_sequence(
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_an_open_block_of_no_numbers_is_none(kernel: str, dtype: str) -> None:
     store, left, _ = saved(kernel, dtype, None, 105)
-    broken = left.arrays["open"].copy()
+    broken = left.arrays["slots"].copy()
     broken[0] = 0xFF
     fed = Fed(store.reopened(), **kind(kernel, dtype, None))
-    assert fed.pager.restore(replace(left, arrays={**left.arrays, "open": broken}), NEXT) is None
+    assert fed.pager.restore(replace(left, arrays={**left.arrays, "slots": broken}), NEXT) is None
     fed.pager.check()
     assert fed.pager.stats().sequences == 0
 

@@ -68,6 +68,7 @@ class FakeEngine:
         write: Callable[[Sequence[int]], Sequence[int]] = lambda prompt: prompt,
         chunk: int = 64,
         max_queue: int = 1024,
+        journal: Any = None,
     ) -> None:
         self._decode = {skip: decoder(tokenizer, skip) for skip in (True, False)}
         self.write, self.chunk, self.max_queue = write, chunk, max_queue
@@ -81,6 +82,7 @@ class FakeEngine:
         self.requests: dict[str, SimpleNamespace] = {}
         self.store_states: dict[str, str] = {}
         self.pager = SimpleNamespace(config=PagerConfig())
+        self.journal = journal
 
     def add(
         self,
@@ -92,6 +94,7 @@ class FakeEngine:
         deadline: float | None = None,
         salt: bytes = b"",
         session: str | None = None,
+        client: bytes | None = b"",
     ) -> None:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         if not prompt or max(prompt) >= VOCABULARY:
@@ -122,7 +125,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> list[Output]:
+    def step(self, done: Callable[[], None] = lambda: None) -> list[Output]:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         self.gate.wait()
         self.steps += 1
@@ -134,6 +137,8 @@ class FakeEngine:
                 request.read += self.chunk
             else:
                 outputs += self._written(name, request)
+        if self.journal is not None:
+            self.journal.step(outputs, done)
         return outputs
 
     def _written(self, name: str, request: SimpleNamespace) -> list[Output]:

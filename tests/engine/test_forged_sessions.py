@@ -22,7 +22,7 @@ from tests.memory_store import MemoryStore, Shelf
 
 SESSION = Session.named(b"", "talk", 0)
 BUDGETS = [None, 64]
-BELIEVED = ("sequence.open", "output")  # what can't be told from what a model has computed, once it is sealed
+BELIEVED = ("sequence.slots", "output")  # what can't be told from what a model has computed, once it is sealed
 
 
 @cache

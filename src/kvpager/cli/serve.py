@@ -167,6 +167,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="answers are cut after it (default: never)",
     )
     group.add_argument(
+        "--resume-seconds",
+        type=number(0, 1e6),
+        default=60.0,
+        metavar="SECONDS",
+        help="a request with an Idempotency-Key goes on so long without its client, and is kept so long after its end "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
         "--max-connections",
         type=positive,
         default=256,
@@ -236,6 +244,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         hosts=hosts(args.allowed_hosts, open_to_others=bool(keys) or not is_loopback(args.host)),
         log_prompts=args.log_prompts,
         request_seconds=args.request_timeout,
+        resume_seconds=args.resume_seconds,
     )
 
 

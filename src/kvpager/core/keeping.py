@@ -355,6 +355,13 @@ class Keeper:
         for row in waiting:
             del self._pending[row]
 
+    def drop(self, keys: list[bytes]) -> None:
+        """Forget blocks, here and in the store."""
+        for row in [row for key in keys if (row := self._state.blocks.find(key)) is not None]:
+            self._pending.pop(row, None)
+            self._state.blocks.unname(row)
+        self.store.drop(keys)
+
     def close(self) -> None:
         """Give the store what it will take, and the scores of all blocks."""
         self.flush()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "sound"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 def sound(state: State, saved: SavedSequence, root: bytes) -> bool:
@@ -54,18 +54,20 @@ def _header(header: Mapping[str, Any], size: int) -> bool:
 def _arrays(state: State, header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bool:
     """Whether there are the arrays that there have to be, in their types and sizes."""
     full, rest = divmod(header["length"], state.config.page_size)
-    pages = state.shape.layers * state.shape.kv_heads * state.residency.storage.pieces
+    pages = state.shape.layers * state.shape.kv_heads
+    keys = min(len(arrays["keys"]), full) if "keys" in arrays and arrays["keys"].ndim else 0
+    scores = arrays["open_scores"].size if "open_scores" in arrays else 0
     bytes_ = np.dtype(np.uint8)
     wanted: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
         "tokens": (np.dtype(np.int64), (header["length"],)),
-        "keys": (bytes_, (full, KEY_BYTES)),
+        "keys": (bytes_, (keys, KEY_BYTES)),
+        "slots": (bytes_, (rest, pages * state.residency.storage.token_bytes)),
+        "open_scores": (bytes_, (scores,)),
     }
-    if rest:
-        wanted["open"] = (bytes_, (pages, state.page_bytes))
-        wanted["open_scores"] = (bytes_, arrays["open_scores"].shape[:1] if "open_scores" in arrays else ())
-    if arrays.keys() != wanted.keys():
+    # a journal may not know of the last blocks, of the open one, or of its scores; what it knows has to fit
+    if not {"tokens", "keys"} <= arrays.keys() <= wanted.keys() or (not rest and len(arrays) > 2):
         return False
-    fits = all((arrays[name].dtype, arrays[name].shape) == one for name, one in wanted.items())
+    fits = all((array.dtype, array.shape) == wanted[name] for name, array in arrays.items())
     return fits and bool((arrays["tokens"] >= 0).all())
 
 
@@ -75,7 +77,7 @@ def _chain(state: State, saved: SavedSequence, root: bytes) -> bool:
     if saved.header["approximate"] != approximate_settings(state.config):
         chain = min(chain, exact)  # nothing goes on from what another budget left out
     parent, tokens = root, saved.tokens
-    for depth in range(chain):
+    for depth in range(min(chain, len(saved.arrays["keys"]))):
         parent = state.blocks.keys.key(parent, packed(tokens[depth * size : (depth + 1) * size]), depth >= exact)
         if parent != saved.arrays["keys"][depth].tobytes():
             return False

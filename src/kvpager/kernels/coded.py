@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape
+from kvpager.kernels.numbers import token_numbers
 from kvpager.ports import BoolArray, FloatArray, FrameStorage, IntArray
 
-__all__ = ["PIECES", "CodedStorage", "coded", "resume", "suspend"]
+__all__ = ["CodedStorage", "coded", "resume", "suspend"]
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.int8]
@@ -35,7 +36,7 @@ def _plain(scales: Scales) -> FloatArray:
 PIECES = 4  # what an open page in float32 takes, in coded pages
 
 
-def suspend(storage: FrameStorage, frames: IntArray, held: BoolArray, tokens: int | None) -> Bytes:
+def suspend(storage: FrameStorage, frames: IntArray, held: BoolArray) -> Bytes:
     """FrameStorage.suspend for int8: uint8 [4 n, page_bytes]; `held` [n] says which pages are held in float32.
 
     A page that was full and was cut is not: its codes are then all there is of it. The last byte says which it is,
@@ -46,8 +47,6 @@ def suspend(storage: FrameStorage, frames: IntArray, held: BoolArray, tokens: in
     pages[~held, : storage.page_bytes] = storage.dump(frames[~held])
     if held.any():
         numbers = np.stack(storage.read(frames[held], np.ones(int(held.sum()), np.int64)), axis=1)
-        if tokens is not None:
-            numbers[:, :, tokens:] = 0
         plain = numbers.reshape(len(numbers), -1).view(np.uint8)
         pages[held, : plain.shape[1]] = plain
     return pages.reshape(-1, storage.page_bytes)
@@ -72,8 +71,6 @@ class CodedStorage:
     the page again; it goes at `finish`, or when another page takes the frame.
     """
 
-    pieces = PIECES
-
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
         dim = shape.head_dim
         self._keys = np.zeros((frames, page_size, dim), np.int8)
@@ -83,6 +80,7 @@ class CodedStorage:
         self._open: dict[int, FloatArray] = {}
         self._page = (page_size, dim)
         self.page_bytes = shape.page_bytes(page_size)
+        self.token_bytes = 8 * dim
         self._frames = frames
         self.memory: Bytes | None = None
 
@@ -156,11 +154,22 @@ class CodedStorage:
             for frame in frames.tolist():
                 self._open.pop(frame, None)
 
-    def suspend(self, frames: IntArray, tokens: int | None = None) -> Bytes:
+    def suspend(self, frames: IntArray) -> Bytes:
         """All that open pages need to go on elsewhere, uint8 [4 n, page_bytes]."""
-        return suspend(self, frames, np.array([frame in self._open for frame in frames.tolist()], np.bool_), tokens)
+        return suspend(self, frames, np.array([frame in self._open for frame in frames.tolist()], np.bool_))
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Frames hold again what `suspend` gave."""
         self.finish(frames)
         resume(self, frames, pieces, self._page)
+
+    def tokens(self, frames: IntArray, offsets: IntArray) -> Bytes:
+        """One token of each frame's open page, uint8 [n, token_bytes]: keys, then values, as float32."""
+        keys, values = self.read(frames, np.zeros(len(frames), np.int64))
+        each = np.arange(len(frames))
+        return np.concatenate([keys[each, offsets], values[each, offsets]], axis=1).view(np.uint8)
+
+    def put_tokens(self, frames: IntArray, tokens: Bytes) -> None:
+        """Frames hold open pages of these tokens, uint8 [n, fewer than P, token_bytes]."""
+        self.finish(frames)
+        self.write(frames, 0, *token_numbers(tokens, np.float32))

@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from kvpager import _native
 from kvpager.config import KVShape
-from kvpager.kernels.coded import PIECES, resume, suspend
+from kvpager.kernels.coded import resume, suspend
+from kvpager.kernels.numbers import OPEN_DTYPES, token_numbers
 from kvpager.ports import FloatArray, IntArray
 
 __all__ = ["NativeStorage"]
@@ -25,10 +26,11 @@ class NativeStorage:
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
         self.native = _native.Frames(frames, shape.dtype, page_size, shape.head_dim)
         self.page_bytes = self.native.page_bytes
-        self._page, self._shape = (page_size, shape.head_dim), shape
+        self._page = (page_size, shape.head_dim)
         self.memory: Bytes | None = self.native.memory
         self._coded = shape.dtype == "int8"
-        self.pieces = PIECES if self._coded else 1
+        self._dtype = OPEN_DTYPES[shape.dtype]
+        self.token_bytes = self.native.token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -70,20 +72,13 @@ class NativeStorage:
         """Forget what was held beside these frames, for their pages are full for good, or gone."""
         self.native.finish(np.ascontiguousarray(frames, np.int64))
 
-    def suspend(self, frames: IntArray, tokens: int | None = None) -> Bytes:
-        """All that open pages need to go on elsewhere, uint8 [n * pieces, page_bytes]."""
+    def suspend(self, frames: IntArray) -> Bytes:
+        """All that open pages need to go on elsewhere, uint8 [n * k, page_bytes]; k is 4 for int8, else 1."""
         if not self._coded:
-            return self.dump(frames) if tokens is None else self._first(frames, tokens)
+            return self.dump(frames)
         held = np.empty(len(frames), np.bool_)
         self.native.held(np.ascontiguousarray(frames, np.int64), held)
-        return suspend(self, frames, held, tokens)
-
-    def _first(self, frames: IntArray, tokens: int) -> Bytes:
-        """The bytes of pages that hold the first tokens of these and nothing else."""
-        fresh, every = NativeStorage(len(frames), self._shape, self._page[0]), np.arange(len(frames))
-        keys, values = self.read(frames)
-        fresh.write(every, 0, keys[:, :tokens], values[:, :tokens])
-        return fresh.dump(every)
+        return suspend(self, frames, held)
 
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Frames hold again what `suspend` gave."""
@@ -92,3 +87,14 @@ class NativeStorage:
             return
         self.finish(frames)
         resume(self, frames, pieces, self._page)
+
+    def tokens(self, frames: IntArray, offsets: IntArray) -> Bytes:
+        """One token of each frame's open page, uint8 [n, token_bytes]: keys, then values; int8 as float32."""
+        tokens = np.empty((len(frames), self.token_bytes), np.uint8)
+        self.native.tokens(np.ascontiguousarray(frames, np.int64), np.ascontiguousarray(offsets, np.int64), tokens)
+        return tokens
+
+    def put_tokens(self, frames: IntArray, tokens: Bytes) -> None:
+        """Frames hold open pages of these tokens, uint8 [n, fewer than P, token_bytes]."""
+        self.finish(frames)
+        self.write(frames, 0, *token_numbers(tokens, self._dtype))

@@ -55,8 +55,8 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=service.options.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
-            expose_headers=("X-Request-Id",),
+            allow_headers=("Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID", "X-Request-Id"),
+            expose_headers=("X-KVPager-Resumable", "X-Request-Id"),
         )
     return app
 
@@ -217,6 +217,7 @@ def _add_store_routes(app: FastAPI, service: Service) -> None:
         """Forget all that the caller's requests have left here; tells how many stored blocks and sessions it was."""
         service.require_ready()
         caller: Caller = request.scope["state"]["caller"]
+        service.returning.forget(caller.salt)
         return {"erased": await service.engine.erase(caller.salt)}
 
 
