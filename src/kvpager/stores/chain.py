@@ -166,10 +166,13 @@ class Chain:
             work.done.wait(max(0.0, ends - time.monotonic()))
         return max(work.count for work in works)
 
-    def yields(self, computing: bool) -> None:
-        """Whether the owner computes with all processors just now: blocks are written later then, if there is room."""
+    def yields(self, share: float) -> None:
+        """The share of a processor that writing may take, below 1 while the owner computes with all of them.
+
+        Blocks are written later then, if there is room.
+        """
         for level in self._levels:
-            level.writer.yields(computing)
+            level.writer.yields(share)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits to be written, for so many seconds at most; returns whether that is so."""
