@@ -119,29 +119,6 @@ def test_a_missing_package_is_told_and_not_counted_as_a_fault() -> None:
         Chain([opener])
 
 
-def test_blocks_wait_while_their_owner_computes_and_less_than_three_quarters_of_what_may_wait_do(
-    make: Make, tier: FakeTier
-) -> None:
-    chain = make(waiting_bytes=10 * SIZE, batch_bytes=SIZE)
-    backlog = chain._levels[0]._backlog
-
-    def settled(count: int) -> bool:
-        with backlog.changed:
-            return backlog.changed.wait_for(lambda: backlog.count == count, SETTLED)
-
-    chain.yields(True)
-    chain.put([block(number) for number in range(4)])
-    assert chain.stats().waiting == 4
-    chain.put([block(number) for number in range(4, 8)])
-    assert settled(7), "what is more is written"
-    chain.yields(False)
-    assert settled(0)
-    chain.yields(True)
-    chain.put([block(9)])
-    assert chain.flush(SETTLED), "who flushes does not wait for the owner"
-    assert len(tier.blocks) == 9
-
-
 def test_the_state_is_told_without_a_look_at_the_tier_but_for_one_a_second(
     make: Make, tier: FakeTier, clock: Clock
 ) -> None:

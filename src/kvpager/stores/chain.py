@@ -206,10 +206,13 @@ class Chain:
         works = [] if self._closed else [level.erase(tenant) for level in reversed(self._levels)]
         return _Erasing(works, time.monotonic() + self._limits.erase_s)
 
-    def yields(self, computing: bool) -> None:
-        """Whether the owner computes with all processors just now: blocks are written later then, if there is room."""
+    def yields(self, share: float) -> None:
+        """The share of a processor that writing may take, below 1 while the owner computes with all of them.
+
+        Blocks are written later then, if there is room.
+        """
         for level in self._levels:
-            level.writer.yields(computing)
+            level.writer.yields(share)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits to be written, for so many seconds at most; returns whether that is so."""
