@@ -108,8 +108,6 @@ class StoreOptions:
                 raise ConfigError(f"store: {self.path!r} can't be made, since {above} is a file and no folder")
         if self.url is not None:
             stores.redis_place(self.url)
-        self.redis_settings()
-        self.publishing()
         limit = parse_size(self.limit, "store_limit")
         if limit < stores.LEAST_LIMIT_BYTES:
             raise ConfigError(
@@ -121,6 +119,8 @@ class StoreOptions:
             raise ConfigError(f"store_sync: {self.synchronous!r} is not one of {', '.join(stores.SYNCHRONOUS)}")
         if self.compression not in stores.COMPRESSIONS:
             raise ConfigError(f"store_compression: {self.compression!r} is not one of {', '.join(stores.COMPRESSIONS)}")
+        self.redis_settings()
+        self.publishing()
 
     def redis_settings(self, itemsize: int = 2) -> stores.RedisSettings:
         """How a Redis is used; its pages are numbers of `itemsize` bytes."""

@@ -335,7 +335,9 @@ def test_options_reach_the_store(tmp_path: Path) -> None:
         (["--store-limit", "1MiB"], PagerOptions(), "store_limit: 1MiB is less than 4 MiB"),
         (["--store-tenant-limit", "20GiB"], PagerOptions(), "store_tenant_limit: 20GiB is more than"),
         ([], PagerOptions(mode="discard", budget=512), "mode 'discard'"),
-        (["--store", "redis://here"], PagerOptions(), "'redis://here' is not the path of a file"),
+        (["--store", "http://here"], PagerOptions(), "'http://here' is not the path of a file"),
+        (["--store", "a", "--store", "b"], PagerOptions(), "at most one path"),
+        (["--store", "redis://here:x"], PagerOptions(), "a port that is not 1 to 65535"),
         (["--store", "."], PagerOptions(), "'.' is not the path of a file"),
         (["--store", f"{__file__}/kv/s.db"], PagerOptions(), f"since {__file__} is a file and no folder"),
         (["--store", "/dev/null"], PagerOptions(), "'/dev/null' is not the path of a file"),
@@ -344,5 +346,6 @@ def test_options_reach_the_store(tmp_path: Path) -> None:
 def test_what_can_not_be_is_refused_before_a_model_is_loaded(
     arguments: list[str], paging: PagerOptions, said: str, tmp_path: Path
 ) -> None:
+    place = [] if "--store" in arguments else ["--store", str(tmp_path / "s.db")]
     with pytest.raises(ConfigError, match=said):
-        store_options(options("--store", str(tmp_path / "s.db"), *arguments), paging)
+        store_options(options(*place, *arguments), paging)
