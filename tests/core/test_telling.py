@@ -123,6 +123,8 @@ def test_what_does_not_belong_together_is_not_gone_on_with():
         restored = fed.pager.restore(joined(spoilt, SIZE), NEXT)
         assert restored.length == kept
         fed.pager.close(restored)
+    wrong = replace(saved, slots=saved.slots + saved.slots)  # tokens of another size
+    assert fed.pager.restore(joined(wrong, SIZE), NEXT) is None
     fed.pager.check()
 
 
