@@ -295,7 +295,7 @@ def test_what_is_said_of_a_store_without_one_is_refused(
     command: str, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command.split(), *given.split()]) == 2
-    assert f"{given.split()[0]} is of no use without --store PATH" in capsys.readouterr().err
+    assert f"{given.split()[0]} is of no use without --store PATH or URL" in capsys.readouterr().err
 
 
 @pytest.mark.promise(6)

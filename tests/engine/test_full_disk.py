@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores.disk import run
-from tests.stores.test_faults import WAYS, allowed
+from tests.stores.test_faults_outside import WAYS, allowed
 
 SCRIPT = """
     import ctypes, json, logging, os, sys

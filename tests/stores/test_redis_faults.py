@@ -102,7 +102,7 @@ def test_absent_at_the_start_and_started_later(opened: Open, tmp_path: Path, cap
     uses(chain)
     assert found(chain) == 0
     assert state(chain) == "io"
-    assert len(told(caplog, "opening")) == 1
+    assert len(told(caplog, "not opened")) == 1
     with server:
         works_again(chain)
 

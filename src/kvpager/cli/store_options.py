@@ -117,7 +117,7 @@ def store_options(args: argparse.Namespace, paging: PagerOptions) -> StoreOption
     """
     given, places = _given(args), _places(args)
     if not places:
-        refuse_store_options(args, "of no use without --store: nothing is stored")
+        refuse_store_options(args, "of no use without --store PATH or URL: nothing is stored")
         return None
     options = StoreOptions.at(places, **given)
     require_storable(paging)
