@@ -39,7 +39,7 @@ class Span {
 
   // q: packed queries of these rows, plain: as they came; row0: the first row's number among the head's G * T
   Span(const AttendArgs& args, const M* q, const float* plain, int64_t row0, int rows, const SpanResult& result)
-      : a_(args), l_(args.view.layout), q_(q), plain_(plain), row0_(row0), rows_(rows),
+      : a_(args), l_(args.view.layout), q_(q), plain_(plain), row0_(row0), rows_(rows), reach_(args.pages + args.after),
         direct_(kExpand && kHasCoded && rows <= kFewRows && l_.page_size >= 16 && l_.head_dim % 16 == 0), result_(result),
         scale_(args.scale * kLog2e), cap_(args.softcap * kLog2e),
         stride_(static_cast<int64_t>(l_.head_dim) / E::kPair * E::kMult), width_((l_.head_dim + 15) / 16 * 16),
@@ -115,13 +115,13 @@ class Span {
       of_values = !values;
     }
     const int64_t target = page + next;
-    if (next < 0 || target >= a_.pages || (of_values && next >= count)) return self;
+    if (next < 0 || target >= reach_ || (of_values && next >= count)) return self;
     return frame(target) + (of_values ? l_.values : 0);
   }
 
   // The scales of a page are wanted with its keys, and once more with its values, a chunk later at most.
   void fetch_scales(int64_t page) const {
-    if (!kExpand || page >= a_.pages) return;
+    if (!kExpand || page >= reach_) return;
     const uint8_t* at = frame(page);
     for (size_t i = l_.key_scales; i < l_.page_bytes; i += 64) prefetch(at + i);
   }
@@ -383,6 +383,7 @@ class Span {
   const float* plain_;
   const int64_t row0_;
   const int rows_;
+  const int64_t reach_;  // pages that may be fetched
   const bool direct_;
   const SpanResult result_;
   const float scale_, cap_;

@@ -148,21 +148,29 @@ KV_INLINE u16x16 joined(u16x8 a, u16x8 b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
-// float16 by its bits; NaN stays NaN
-KV_INLINE f32x16 widen_f16(u16x16 half) {
+// float16 by its bits; NaN stays NaN. F, U and H: as many floats, numbers of 32 bits and of 16 bits.
+template <class F, class U, class H>
+KV_INLINE F widen_f16(H half) {
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)half);
+  if constexpr (sizeof(F) == 64) return (F)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)half);
 #elif defined(__F16C__)
-  const __m256i bits = (__m256i)half;
-  return joined((f32x8)_mm256_cvtph_ps(_mm256_castsi256_si128(bits)),
-                (f32x8)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1)));
-#else
-  const u32x16 bits = __builtin_convertvector(half, u32x16);
-  const u32x16 size = (bits & 0x7FFFu) << 13;
+  if constexpr (sizeof(F) == 32) return (F)_mm256_cvtph_ps((__m128i)half);
+#endif
+  const U bits = __builtin_convertvector(half, U);
+  const U size = (bits & 0x7FFFu) << 13;
   // the exponent's bias is 112 less; numbers below the smallest normal one come out right by the multiplication
-  const f32x16 scaled = (f32x16)size * 5.192296858534828e33f;
-  const u32x16 plain = size >= 0x0F800000u ? size | 0x7F800000u : (u32x16)scaled;
-  return (f32x16)(plain | ((bits & 0x8000u) << 16));
+  const F scaled = (F)size * 5.192296858534828e33f;
+  const U plain = size >= 0x0F800000u ? size | 0x7F800000u : (U)scaled;
+  return (F)(plain | ((bits & 0x8000u) << 16));
+}
+
+KV_INLINE f32x16 widen_f16(u16x16 half) {
+#if defined(__F16C__) && !defined(__AVX512F__)
+  const u16x8 low = __builtin_shufflevector(half, half, 0, 1, 2, 3, 4, 5, 6, 7);
+  const u16x8 high = __builtin_shufflevector(half, half, 8, 9, 10, 11, 12, 13, 14, 15);
+  return joined(widen_f16<f32x8, u32x8>(low), widen_f16<f32x8, u32x8>(high));
+#else
+  return widen_f16<f32x16, u32x16>(half);
 #endif
 }
 
