@@ -134,31 +134,46 @@ struct Run {
   int64_t stride;  // bytes from step to step
 };
 
+// sum[r][j] += weights[r] . values of kPages pages from `page` on, step by step through all of them: lines of several
+// pages in turns come faster from memory than page after page.
+template <class E, int kRows, int kVectors, bool kHalf, bool kFetch, int kPages>
+KV_INLINE void mix_pages(const Run& run, int page, int64_t offset, const typename E::M* weights, int64_t weight_stride,
+                         Sums (&sum)[kRows][kVectors]) {
+  constexpr int kStep = 16 * E::kPair * E::kItem;
+  const int page_weights = run.steps * E::kMult;
+  const typename E::M* w = weights + page * page_weights;
+  const uint8_t *values[kPages], *ahead[kPages];
+  for (int b = 0; b < kPages; ++b) {
+    values[b] = run.values[page + b] + offset;
+    ahead[b] = run.ahead[page + b] + offset;
+  }
+  int64_t at = 0;
+  for (int step = 0; step < run.steps; ++step, at += run.stride, w += E::kMult)
+    for (int b = 0; b < kPages; ++b)
+      for (int j = 0; j < kVectors; ++j) {
+        typename E::Operand x;
+        if constexpr (kHalf)
+          x = E::read(values[b] + at, nullptr);
+        else
+          x = E::read(values[b] + at + j * kStep);
+        if constexpr (kFetch) prefetch(ahead[b] + at + j * kStep);
+        for (int r = 0; r < kRows; ++r) E::dot(sum[r][j], x, w + b * page_weights + r * weight_stride);
+      }
+}
+
 // out[r][16 * kVectors] += weights[r] . values. `weights`: multipliers, `weight_stride` from row to row.
 // kHalf: only 8 channels are there, and the upper half of the one vector gets nothing.
 template <class E, int kRows, int kVectors, bool kHalf, bool kFetch>
 void mix_rows(const Run& run, int64_t offset, const typename E::M* weights, int64_t weight_stride,
               float* out, int64_t out_stride) {
-  constexpr int kStep = 16 * E::kPair * E::kItem;
   Sums sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kVectors; ++j) sum[r][j] = load_sums(out + r * out_stride + 16 * j);
-  const typename E::M* w = weights;
-  for (int page = 0; page < run.pages; ++page) {
-    const uint8_t* v = run.values[page] + offset;
-    const int64_t ahead = run.ahead[page] + offset - v;
-    for (int step = 0; step < run.steps; ++step, v += run.stride, w += E::kMult) {
-      for (int j = 0; j < kVectors; ++j) {
-        typename E::Operand x;
-        if constexpr (kHalf)
-          x = E::read(v, nullptr);
-        else
-          x = E::read(v + j * kStep);
-        if constexpr (kFetch) prefetch(v + ahead + j * kStep);
-        for (int r = 0; r < kRows; ++r) E::dot(sum[r][j], x, w + r * weight_stride);
-      }
-    }
-  }
+  int page = 0;
+  for (; page + kBlocks <= run.pages; page += kBlocks)
+    mix_pages<E, kRows, kVectors, kHalf, kFetch, kBlocks>(run, page, offset, weights, weight_stride, sum);
+  for (; page < run.pages; ++page)
+    mix_pages<E, kRows, kVectors, kHalf, kFetch, 1>(run, page, offset, weights, weight_stride, sum);
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kVectors; ++j) store_sums(out + r * out_stride + 16 * j, sum[r][j]);
 }

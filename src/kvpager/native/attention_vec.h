@@ -65,6 +65,28 @@ KV_INLINE f32x16 sums(const f32x16* v) {
   return half_sums(a);
 }
 
+// Sums over each page's tokens, of 16 vectors of weights: 32 pages of 8 tokens, 16 of 16 or 8 of 32 (and 8 more numbers
+// of no meaning). Returns the sum over all.
+inline float page_sums(const f32x16* weights, int page_size, float* found) {
+  if (page_size == 8) {  // lane i of a half: page 2 i, lane 8 + i: page 2 i + 1
+    float total = 0;
+    for (int half = 0; half < 2; ++half) {
+      const f32x16 x = half_sums(weights + 8 * half);
+      total += sum_of(x);
+      store(found + 16 * half, __builtin_shufflevector(x, x, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+    }
+    return total;
+  }
+  f32x16 x = sums(weights);
+  const float total = sum_of(x);
+  if (page_size == 32) {
+    x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    x = __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
+  }
+  store(found, x);
+  return total;
+}
+
 // Lane i of the result is the greatest number of v[i], for 16 vectors.
 KV_INLINE f32x16 maxes(const f32x16* v) {
   f32x16 a[8], b[4], c[2];
