@@ -2,6 +2,7 @@
 
     python benchmarks/restart.py [--prompt-tokens 7000] [--budgets none,1024] [--repeats 3] [--cold-disk] [--json]
     python benchmarks/restart.py --model path/to/model -- --kv-dtype int8 --store-sync full
+    python benchmarks/restart.py --redis redis://127.0.0.1:6379 --prompt-tokens 1500 --budgets none
 
 A repeat is: `kvpager serve --store` on a new file; a short other request, so that threads and weights are there; the
 prompt (cold); the prompt again; SIGTERM; the same server again on the same file; the short request; the prompt once
@@ -9,6 +10,9 @@ more (restart). Told are medians over the repeats of the time to the first token
 the first token is that of the cold run; and whether all tokens, with the bits of their log-probabilities, are those of
 the run before the restart (the cold run computes the prompt's end in a larger chunk, which rounds otherwise in
 bfloat16). What follows `--` goes to `kvpager serve`.
+
+With --redis the first server is one node and the second one another: they share that Redis (all is published, and each
+repeat has a prefix of its own) and no file.
 
 The stored file is usually in the system's page cache after a restart of the process; with --cold-disk the system is
 asked to forget it before the second start, as after a restart of the machine.
@@ -64,7 +68,9 @@ class First:
 def served(args: argparse.Namespace, budget: str, folder: Path) -> Iterator[tuple[httpx.Client, dict[str, float]]]:
     """A client of a server on the store in `folder`; its times fill as they are known: "ready", "stop" (seconds)."""
     code = "import sys; from kvpager.cli.main import main; sys.exit(main())"
-    options = ["serve", args.model, "--port", "0", "--budget", budget, "--store", str(folder / "store.db")]
+    options = ["serve", args.model, "--port", "0", "--budget", budget, "--store"]
+    options += [str(folder / "store.db")] if args.redis is None else [f"{args.redis}?prefix={folder.name}"]
+    options += [] if args.redis is None else ["--store-publish", "all"]
     log, times, began = (folder / "log").open("ab"), {}, time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-c", code, *options, *args.more], stdout=log, stderr=subprocess.PIPE, text=True
@@ -186,6 +192,7 @@ def main() -> int:
     parser.add_argument("--budgets", default="none,1024", help="names or numbers, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="where the stores are made (default: the system's for temporary files)")
+    parser.add_argument("--redis", metavar="URL", help="two nodes that share this Redis, in place of a restart")
     parser.add_argument("--cold-disk", action="store_true", help="drop the stored file from the page cache")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every repeat")
     parser.add_argument("more", nargs="*", metavar="-- OPTION", help="options for kvpager serve")

@@ -37,7 +37,7 @@ class MemoryStore:
     broken     every block and record is missed, and nothing is stored, as with a database that can't be reached
     calls      how often each method was called with something to do
     asked      keys whose pages were asked for, in order
-    prefetched keys that were announced, in order
+    prefetched keys that were announced, in order; published: those that were to be shared
     """
 
     def __init__(self, shelf: Shelf | None = None, *, room: int = 2**62) -> None:
@@ -47,6 +47,7 @@ class MemoryStore:
         self.calls: Counter[str] = Counter()
         self.asked: list[bytes] = []
         self.prefetched: list[bytes] = []
+        self.published: list[bytes] = []
         self._room = room
         self._counts: Counter[str] = Counter()
 
@@ -113,18 +114,29 @@ class MemoryStore:
             self._counts["stored_bytes"] += payload.nbytes
         return taken
 
-    def update(self, news: Sequence[Scores], tick: int) -> None:
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Those that are not on the shelf."""
+        self._called("wants", keys)
+        return [self.broken or key not in self.shelf.blocks for key in keys]
+
+    def publish(self, keys: Sequence[bytes]) -> None:
+        """Noted."""
+        self._called("publish", keys)
+        self.published += keys
+
+    def update(self, news: Sequence[Scores], tick: int) -> list[bytes]:
         """Newer scores of blocks that are there."""
         self._called("update", [one.key for one in news])
         assert tick >= self.shelf.tick, f"tick {tick} after {self.shelf.tick}"
         if self.broken:
-            return
+            return []
         self.shelf.tick = tick
         for one in news:
             block = self.shelf.blocks.get(one.key)
             if block is not None:
                 head = block.head.rescored(one.scores, block.head.hits + one.hits)
                 self.shelf.blocks[one.key] = StoredBlock(head, block.payload)
+        return []
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Take blocks off the shelf."""

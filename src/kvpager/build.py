@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvpager import stores
 from kvpager.config import parse_size
@@ -20,12 +20,13 @@ from kvpager.pools import PagerOptions, engine_pager_config, pager_config, requi
 from kvpager.stores.packages import xxh3, zstandard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvpager.engine.engine import Engine, EngineConfig
     from kvpager.hf import PagerCache
+    from kvpager.journaled import JournalSink
     from kvpager.models import LoadedModel
-    from kvpager.stored import BlockStore
+    from kvpager.stored import BlockStore, Fence
 
 __all__ = [
     "WEIGHTS",
@@ -51,23 +52,61 @@ WEIGHTS: tuple[str, ...] = get_args(WeightsName)
 class StoreOptions:
     """What a user says about keeping what was computed (see docs/stores.md). Raises ConfigError that names the field.
 
-    path          the database's file; it and its folder are made where they are missing
+    path          the database's file; it and its folder are made where they are missing; None for no file
+    url           a Redis that nodes share, behind the file (see docs/redis.md); it may have a password in it
     limit         text: the most bytes that it may take on disk
     tenant_limit  text: the most of them that one tenant's blocks and sessions may take; None for no such bound
     synchronous   "normal": what was stored survives the process's end at any moment; "full": and a loss of power
     compression   of pages, lossless: "none", or "zstd"
+    publish       which blocks go to Redis: "selective", "all", "none"
+    publish_hits  "selective": after so many hits
+    shared_limit  text: the most bytes that all nodes together store in Redis
+    ttl_s         for so many seconds after its last use a block or session stays in Redis
+    timeout_s     for so many seconds a request waits for Redis
     """
 
-    path: str
+    path: str | None = None
     limit: str = "10GiB"
     tenant_limit: str | None = None
     synchronous: stores.Synchronous = "normal"
     compression: stores.Compression = "none"
+    url: str | None = field(default=None, repr=False)
+    publish: stores.PublishingPolicy = "selective"
+    publish_hits: int = 1
+    shared_limit: str = "10GiB"
+    ttl_s: int = 7 * 86400
+    timeout_s: float = 0.1
+
+    @classmethod
+    def at(cls, places: Sequence[str], **options: Any) -> StoreOptions:
+        """Options for a path, a Redis's URL, or one of each, in any order."""
+        urls = [place for place in places if stores.is_redis_url(place)]
+        paths = [place for place in places if not stores.is_redis_url(place)]
+        if not places or len(urls) > 1 or len(paths) > 1:
+            raise ConfigError("store: at most one path and one URL of a Redis are allowed, and one at least")
+        return cls(path=paths[0] if paths else None, url=urls[0] if urls else None, **options)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """All options, for people and JSON: without what is secret."""
+        return {**asdict(self), "url": None if self.url is None else str(stores.redis_place(self.url))}
+
+    @property
+    def places(self) -> str:
+        """Where it is, for people: without what is secret."""
+        return " and ".join(place for place in (self.path, self.told["url"]) if place is not None)
 
     def __post_init__(self) -> None:
-        place = Path(self.path).expanduser()
-        if not self.path or "://" in self.path or (place.exists() and not place.is_file()):
-            raise ConfigError(f"store: {self.path!r} is not the path of a file")
+        if self.path is None and self.url is None:
+            raise ConfigError("store: there is neither the path of a file nor the URL of a Redis")
+        if self.path is not None:
+            place = Path(self.path).expanduser()
+            if not self.path or "://" in self.path or (place.exists() and not place.is_file()):
+                raise ConfigError(f"store: {_without_login(self.path)!r} is not the path of a file")
+        if self.url is not None:
+            stores.redis_place(self.url)
+        self.redis_settings()
+        self.publishing()
         limit = parse_size(self.limit, "store_limit")
         if limit < stores.LEAST_LIMIT_BYTES:
             raise ConfigError(
@@ -79,6 +118,26 @@ class StoreOptions:
             raise ConfigError(f"store_sync: {self.synchronous!r} is not one of {', '.join(stores.SYNCHRONOUS)}")
         if self.compression not in stores.COMPRESSIONS:
             raise ConfigError(f"store_compression: {self.compression!r} is not one of {', '.join(stores.COMPRESSIONS)}")
+
+    def redis_settings(self, itemsize: int = 2) -> stores.RedisSettings:
+        """How a Redis is used; its pages are numbers of `itemsize` bytes."""
+        return stores.RedisSettings(
+            limit_bytes=parse_size(self.shared_limit, "store_shared_limit"),
+            ttl_s=self.ttl_s,
+            timeout_s=self.timeout_s,
+            compression=self.compression,
+            itemsize=itemsize,
+        )
+
+    def publishing(self) -> stores.Publishing:
+        """What goes to a Redis."""
+        return stores.Publishing(self.publish, self.publish_hits)
+
+
+def _without_login(place: str) -> str:
+    """A place without what stands before its address: it may be a password."""
+    scheme, colon, rest = place.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if colon else place
 
 
 def _make_folder(path: Path) -> None:
@@ -213,20 +272,29 @@ def require_store(options: StoreOptions) -> None:
     xxh3()
     if options.compression == "zstd":
         zstandard()
+    if options.url is not None:
+        stores.redis_tier(options.url)
 
 
-def open_store(options: StoreOptions, itemsize: int = 2) -> BlockStore:
+def open_store(
+    options: StoreOptions, itemsize: int = 2, fence: Callable[[], Fence | None] = lambda: None
+) -> BlockStore:
     """The store that the options name; its pages are numbers of `itemsize` bytes, which compression goes by.
 
-    What the outside does is no error: the store says it in its `stats`. Raises MissingDependency.
+    `fence`: what must still be held to write to Redis. What the outside does is no error: the store says it in its
+    `stats`. Raises MissingDependency.
     """
+    far = None
+    if options.url is not None:
+        far = stores.redis_tier(options.url, options.redis_settings(itemsize), options.publishing(), fence)
     return stores.open_store(
-        Path(options.path).expanduser(),
+        None if options.path is None else Path(options.path).expanduser(),
         limit_bytes=parse_size(options.limit, "store_limit"),
         tenant_limit_bytes=None if options.tenant_limit is None else parse_size(options.tenant_limit),
         synchronous=options.synchronous,
         compression=options.compression,
         itemsize=itemsize,
+        far=far,
     )
 
 
@@ -242,11 +310,13 @@ def make_engine(
     config: EngineConfig,
     *,
     store: StoreOptions | None = None,
+    journal: JournalSink | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """An engine over a loaded model; the thread that calls this owns it, and closes it. It reads `clock`, in seconds.
 
     With a `store` what it computes outlives it; the model must have been loaded with `identify`. The engine closes it.
+    What another process needs to go on with its requests is told to `journal`.
 
     Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged, and
     MissingDependency.
@@ -269,7 +339,7 @@ def make_engine(
         pager = replace(pager, namespace=loaded.identity)
     opened = None if store is None else open_store(store, shape.itemsize)
     try:
-        engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, store=opened, clock=clock)
+        engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, store=opened, journal=journal, clock=clock)
     except BaseException:
         if opened is not None:
             opened.close()

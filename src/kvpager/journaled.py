@@ -70,7 +70,8 @@ class Told:
     id, index      the request, and which of its answers
     tokens         that were drawn in this step: none where only its prompt was read, or where it just ended
     logprobs       one for each token where they were asked for, else None; as JSON can hold them
-    gained         of its pages; None where nothing can be told of them, and they are to be computed anew
+    gained         of its pages; None where nothing can be told of them: what was told before counts no more, and what
+                   comes next tells them from their beginning
     finish_reason  "stop", "length", "abort", "deadline" or "error" with the answer's end, else None
     stop_reason    the token or text that ended it
     error          what went wrong
@@ -127,7 +128,7 @@ class Resumable:
 
 
 class JournalSink(Protocol):
-    """Where an engine tells its requests. All calls but `done` come from the engine's thread.
+    """Where an engine tells its requests. All calls but `done` and `resumable` come from the engine's thread.
 
     Nothing here raises for what the outside does: a journal that can't be reached is degraded, and says so.
     """
@@ -137,7 +138,10 @@ class JournalSink(Protocol):
         """Steps between two tellings of an open block's scores; at least 1."""
 
     def accept(self, accepted: Accepted) -> None:
-        """A request was taken; comes before anything else of it."""
+        """A request was taken; comes before anything else of it.
+
+        One that is known already begins anew: who goes on with it tells it from its beginning.
+        """
 
     def step(self, told: Sequence[Told], done: Callable[[], None]) -> None:
         """What a step gave. Never blocks for longer than the sink's own bound.
@@ -147,4 +151,4 @@ class JournalSink(Protocol):
         """
 
     def resumable(self, id: str) -> bool:
-        """False once a request has gone on without the journal, or is not known to it."""
+        """False once a request has gone on without the journal, or is not known to it; from any thread, at once."""

@@ -49,7 +49,7 @@ class LLM:
     max_num_batched_tokens    the most tokens of one step
     enable_prefix_caching     compute what prompts share at their beginning once
     seed                 of the seeds of requests that have none
-    store                a file in which what was computed, prompts and answers in it, outlives this LLM; None: nowhere
+    store                a file or a Redis in which what was computed, prompts and answers, outlives this; None: nowhere
     store_limit          the most bytes of it
     The others are as in :class:`kvpager.build.PagerOptions`: `pool` or `memory` bound the memory and never change
     the answers, `budget` bounds attention and does.
@@ -101,7 +101,7 @@ class LLM:
             seed=seed,
         )
         options.settings()  # refused before a model is loaded
-        kept = None if store is None else build.StoreOptions(store, limit=store_limit)
+        kept = None if store is None else build.StoreOptions.at([store], limit=store_limit)
         build.require_engine()
         if kept is not None:
             build.require_storable(options)

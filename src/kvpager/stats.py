@@ -99,7 +99,9 @@ class StoreStats:
     waiting          blocks taken that are not written yet; waiting_bytes: of them
     dropped          blocks that made way for others (the quota)
     damaged          blocks that did not match their checksums or their keys
-    errors           failures by kind: "full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow"
+    errors           failures by kind: "full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow",
+                     "timeout", "auth", "fenced"
+    tiers            the same of each tier by itself, "local" and "shared", the nearest first, whose sizes stand above
     """
 
     state: str = "ok"
@@ -119,6 +121,7 @@ class StoreStats:
     dropped: int = 0
     damaged: int = 0
     errors: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, StoreStats] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """All figures, for JSON."""

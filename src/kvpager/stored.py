@@ -13,7 +13,7 @@ from typing import Protocol
 from kvpager.ports import Bytes
 from kvpager.stats import StoreStats
 
-__all__ = ["KEY_BYTES", "TENANT_BYTES", "BlockHead", "BlockStore", "Scores", "StoredBlock"]
+__all__ = ["KEY_BYTES", "TENANT_BYTES", "BlockHead", "BlockStore", "Fence", "Scores", "StoredBlock"]
 
 KEY_BYTES = 32
 TENANT_BYTES = 16
@@ -67,11 +67,23 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class Scores:
-    """News about a stored block: what the scorer knows now, and how often it was found since it was told last."""
+    """News about a stored block: what the scorer knows now, and how often it was found since it was told last.
+
+    rank  the share of the pager's blocks whose score is lower, 0 to 1; 0 where that is not known
+    """
 
     key: bytes
     scores: bytes
     hits: int
+    rank: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fence:
+    """What a writer must still hold: the value of `key`, where a shared store keeps it, is `epoch`."""
+
+    key: str
+    epoch: int
 
 
 class BlockStore(Protocol):
@@ -104,8 +116,17 @@ class BlockStore(Protocol):
     def room(self) -> int:
         """Bytes of blocks that `put` would take now."""
 
-    def update(self, news: Sequence[Scores], tick: int) -> None:
-        """Note newer scores of blocks; those that are not there are left out."""
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks `put` would keep now: what is there is not wanted. Nobody far away is asked."""
+
+    def publish(self, keys: Sequence[bytes]) -> None:
+        """These blocks go to the tier that others share, whatever else decides that; those also that are put later."""
+
+    def update(self, news: Sequence[Scores], tick: int) -> list[bytes]:
+        """Note newer scores of blocks; those that are not there are left out.
+
+        Returns keys of blocks that are wanted now and were not before: they may be offered again.
+        """
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks, for instance those that were found to be wrong."""

@@ -67,6 +67,7 @@ class FakeEngine:
         write: Callable[[Sequence[int]], Sequence[int]] = lambda prompt: prompt,
         chunk: int = 64,
         max_queue: int = 1024,
+        journal: Any = None,
     ) -> None:
         self._decode = {skip: decoder(tokenizer, skip) for skip in (True, False)}
         self.write, self.chunk, self.max_queue = write, chunk, max_queue
@@ -79,6 +80,7 @@ class FakeEngine:
         self.priorities: dict[str, int] = {}
         self.requests: dict[str, SimpleNamespace] = {}
         self.store_state: str | None = None
+        self.journal = journal
 
     def add(
         self,
@@ -90,6 +92,7 @@ class FakeEngine:
         deadline: float | None = None,
         salt: bytes = b"",
         session: str | None = None,
+        client: bytes | None = b"",
     ) -> None:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         if not prompt or max(prompt) >= VOCABULARY:
@@ -120,7 +123,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> list[Output]:
+    def step(self, done: Callable[[], None] = lambda: None) -> list[Output]:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         self.gate.wait()
         self.steps += 1
@@ -132,6 +135,8 @@ class FakeEngine:
                 request.read += self.chunk
             else:
                 outputs += self._written(name, request)
+        if self.journal is not None:
+            self.journal.step(outputs, done)
         return outputs
 
     def _written(self, name: str, request: SimpleNamespace) -> list[Output]:

@@ -14,6 +14,7 @@ from kvpager import PagerConfig
 from kvpager.engine.engine import Engine, EngineConfig
 from kvpager.engine.outputs import Output
 from kvpager.engine.params import SamplingParams
+from kvpager.journaled import JournalSink
 from kvpager.models import LoadedModel
 from kvpager.stored import BlockStore
 from tests.hf import tiny
@@ -45,11 +46,12 @@ def engine(
     end_ids: frozenset[int] = frozenset(),
     clock: Any = None,
     store: BlockStore | None = None,
+    journal: JournalSink | None = None,
     **settings: Any,
 ) -> Iterator[Engine]:
     """An engine whose books balance at the end."""
     more = {} if clock is None else {"clock": clock}
-    one = Engine(loaded(name, end_ids), pager, EngineConfig(**settings), store=store, **more)
+    one = Engine(loaded(name, end_ids), pager, EngineConfig(**settings), store=store, journal=journal, **more)
     try:
         yield one
         one.check()

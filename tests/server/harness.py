@@ -124,6 +124,7 @@ def fake_server(
     chunk: int = 64,
     max_queue: int = 1024,
     max_model_len: int = 10**6,
+    journal: Any = None,
     **options: Any,
 ) -> LiveServer:
     """A server over a fake engine, which writes what `write` makes of the prompt."""
@@ -132,14 +133,20 @@ def fake_server(
     texts = tokenizer(chat_template or TEMPLATE)
 
     def make() -> Served:
-        engine: Any = FakeEngine(texts, write=write, chunk=chunk, max_queue=max_queue)
+        engine: Any = FakeEngine(texts, write=write, chunk=chunk, max_queue=max_queue, journal=journal)
         return Served(engine, texts, max_model_len)
 
     return LiveServer(make, grace_s, **options)
 
 
 def real_server(
-    folder: str, *, pool: str | None = None, budget: int | None = None, store: Path | None = None, **options: Any
+    folder: str,
+    *,
+    pool: str | None = None,
+    budget: int | None = None,
+    store: Path | None = None,
+    journal: Any = None,
+    **options: Any,
 ) -> LiveServer:
     """A server over the tiny model, with a store in the file `store`."""
     engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens") if name in options}
@@ -148,7 +155,7 @@ def real_server(
         loaded = build.load_model(folder, weights="unpacked", identify=store is not None)
         paging = build.PagerOptions(pool=pool, budget=budget, swap="memory")
         kept = None if store is None else build.StoreOptions(str(store))
-        made = build.make_engine(loaded, paging, EngineConfig(**engine), store=kept)
+        made = build.make_engine(loaded, paging, EngineConfig(**engine), store=kept, journal=journal)
         return Served(made, loaded.tokenizer, CONTEXT)
 
     return LiveServer(make, **options)

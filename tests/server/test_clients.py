@@ -45,6 +45,18 @@ def test_openai_chats(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 5
 
 
+def test_openai_reads_streams_with_ids_and_comes_back_to_them(client: openai.OpenAI) -> None:
+    def texts(**more: str) -> list[str]:
+        headers = {"Idempotency-Key": "an openai client's", **more}
+        asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0}
+        chunks = list(client.chat.completions.create(**asked, stream=True, extra_headers=headers))
+        return [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+
+    whole = texts()
+    assert "".join(texts(**{"Last-Event-ID": "4"})) == "".join(whole)[len("".join(whole[:4])) :]
+    assert texts() == whole
+
+
 def test_openai_completes_with_log_probabilities(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=NAME, prompt=["hello", "other"], max_tokens=4, logprobs=2, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": loaded.dtype,
         "workload": work.figures(),
         "settings": asdict(options),
-        "storing": None if store is None else asdict(store),
+        "storing": None if store is None else store.told,
         "engine": asdict(bench.config),
         "machine": described,
         "others_share": others.share,
@@ -314,9 +314,10 @@ def _stored(store: dict[str, Any] | None) -> list[str]:
     if store is None:
         return []
     return [
-        f"store ({store['state']}): {store['stored']} blocks stored, {store['stored_bytes'] / 1e6:.1f} MB, "
-        f"{store['waiting']} wait, {store['skipped']} skipped; {store['hits']} found, "
-        f"{store['read_bytes'] / 1e6:.1f} MB of pages read; {store['bytes'] / 2**20:.1f} MiB on disk"
+        f"{name} ({tier['state']}): {tier['stored']} blocks stored, {tier['stored_bytes'] / 1e6:.1f} MB, "
+        f"{tier['waiting']} wait, {tier['skipped']} skipped; {tier['hits']} found, "
+        f"{tier['read_bytes'] / 1e6:.1f} MB of pages read; {tier['bytes'] / 2**20:.1f} MiB held"
+        for name, tier in store["tiers"].items()
     ]
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvpager.build import PagerOptions, StoreOptions
     from kvpager.engine.engine import Engine, EngineConfig
     from kvpager.server.service import Served, Service, ServiceOptions
+    from kvpager.stats import StoreStats
 
 __all__ = ["add_parser", "run"]
 
@@ -166,6 +167,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="answers are cut after it (default: never)",
     )
     group.add_argument(
+        "--resume-seconds",
+        type=number(0, 1e6),
+        default=60.0,
+        metavar="SECONDS",
+        help="a request with an Idempotency-Key goes on so long without its client, and is kept so long after its end "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
         "--max-connections",
         type=positive,
         default=256,
@@ -235,6 +244,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         hosts=hosts(args.allowed_hosts, open_to_others=bool(keys) or not is_loopback(args.host)),
         log_prompts=args.log_prompts,
         request_seconds=args.request_timeout,
+        resume_seconds=args.resume_seconds,
     )
 
 
@@ -296,12 +306,8 @@ class Maker:
         stats = engine.stats().store
         if self._store is None or stats is None:
             return []
-        if stats.state != "ok":
-            return [f"store: {self._store.path} is out of use ({stats.state}); requests are served without it"]
-        return [
-            f"store: {self._store.path} holds {stats.blocks} blocks and {stats.records} sessions, "
-            f"{stats.bytes / MIB:.0f} of at most {stats.limit_bytes / MIB:.0f} MiB on disk, pages of prompts among them"
-        ]
+        places = [place for place in (self._store.path, self._store.told["url"]) if place is not None]
+        return [store_line(place, tier) for place, tier in zip(places, stats.tiers.values(), strict=True)]
 
     def told(self, where: str, service: Service) -> str:
         """Lines for people: what is served, where, the memory whole, and what the store has."""
@@ -314,3 +320,13 @@ class Maker:
             f"serving {names} at {where}/v1 ({access}); {self._config.max_num_seqs} answers at once, "
             f"up to {service.max_model_len} tokens each. Ctrl-C stops it."
         )
+
+
+def store_line(place: str, stats: StoreStats) -> str:
+    """What a tier of the store has from earlier, or why it is out of use."""
+    if stats.state != "ok":
+        return f"store: {place} is out of use ({stats.state}); requests are served without it"
+    return (
+        f"store: {place} holds {stats.blocks} blocks and {stats.records} sessions, {stats.bytes / MIB:.0f} of at most "
+        f"{stats.limit_bytes / MIB:.0f} MiB, pages of prompts among them"
+    )

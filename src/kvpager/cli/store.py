@@ -17,7 +17,7 @@ from kvpager.errors import ConfigError, InputError
 from kvpager.stored import TENANT_BYTES
 
 if TYPE_CHECKING:
-    from kvpager.stores import SqliteStore
+    from kvpager.stores import RedisDesk, SqliteStore
     from kvpager.stores.verify import Damage, Report
 
 __all__ = ["add_parser"]
@@ -35,6 +35,7 @@ examples:
   kvpager store prune ~/kv/store.db --limit 5GiB --unused 30
   kvpager store export ~/kv/store.db blocks.kvpa
   kvpager store import ~/other/store.db blocks.kvpa
+  kvpager store stats redis://127.0.0.1:6379
 
 All of them may run beside a server that uses the store.
 """
@@ -84,7 +85,7 @@ def _add_task(
         description=f"{tells[0].upper()}{tells[1:]}.",
         epilog=f"example: kvpager store {name} ~/kv/store.db {more}".rstrip(),
     )
-    task.add_argument("path", metavar="PATH", help="the store's file")
+    task.add_argument("path", metavar="PATH", help="the store's file, or a Redis's URL")
     task.add_argument("--json", action="store_true", help="print one JSON object with all figures")
     task.set_defaults(run=run)
     return task
@@ -108,10 +109,15 @@ def _named(tenant: bytes) -> str:
 
 
 @contextmanager
-def opened(path: str, limit: int = UNBOUNDED, *, new: bool = False) -> Iterator[SqliteStore]:
-    """The store in a file, which is left as it is where it is damaged. Raises InputError where there is none."""
-    from kvpager.stores import SqliteStore
+def opened(path: str, limit: int = UNBOUNDED, *, new: bool = False) -> Iterator[SqliteStore | RedisDesk]:
+    """The store in a file, which is left as it is where it is damaged, or in a Redis. Raises InputError for none."""
+    from kvpager.stores import RedisDesk, SqliteStore, is_redis_url
 
+    if is_redis_url(path):
+        with closing(RedisDesk(path, limit_bytes=limit)) as desk:
+            desk.open()
+            yield desk
+        return
     place = Path(path).expanduser()
     if not new and not place.is_file():
         raise InputError(f"store: there is none at {place}")
@@ -138,7 +144,11 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 def stats(args: argparse.Namespace) -> int:
     """Tell what is held; returns 0. Raises InputError and StoreError."""
     with opened(args.path) as store:
-        sizes, tenants, files = store.sizes(), store.tenants(), _files(store.path)
+        sizes, tenants, files = (
+            store.sizes(),
+            store.tenants(),
+            {} if isinstance(store.path, str) else _files(store.path),
+        )
     figures: dict[str, Any] = {
         "path": str(store.path),
         "blocks": sizes.blocks,
@@ -160,7 +170,7 @@ def stats(args: argparse.Namespace) -> int:
     more = "" if figures["overhead"] is None else f", {figures['overhead']:.1%} more than its pages"
     emit(
         f"{store.path}: {sizes.blocks} blocks and {sizes.records} sessions, {_mib(sizes.payload_bytes)} MiB of pages; "
-        f"{_mib(sizes.bytes)} MiB on disk{more}\n"
+        f"{_mib(sizes.bytes)} MiB {'on disk' if files else 'held'}{more}\n"
         + "".join(f"  {name}  {_mib(nbytes)} MiB\n" for name, nbytes in files.items())
         + (f"\n{aligned(rows)}" if tenants else "")
     )

@@ -261,11 +261,11 @@ class Keeper:
         """Give the store blocks; returns how many of the first need not be given again."""
         blocks = self._state.blocks
         keys = [name.key for row in rows if (name := blocks.name(row)) is not None]
-        there = dict(zip(keys, self.store.contains(keys), strict=True))
+        wanted = dict(zip(keys, self.store.wants(keys), strict=True))
         made: list[tuple[int, StoredBlock]] = []
         for place, row in enumerate(rows):
             name = blocks.name(row)
-            if name is not None and not there[name.key] and (block := self.block(row, name)) is not None:
+            if name is not None and wanted[name.key] and (block := self.block(row, name)) is not None:
                 made.append((place, block))
         taken = self.store.put([block for _, block in made]) if made else 0
         return len(rows) if taken == len(made) else made[taken][0]
@@ -318,7 +318,10 @@ class Keeper:
         news = [Scores(name.key, one, name.hits) for (_, name), one in zip(names, scores, strict=True)]
         for _, name in names:
             name.hits = 0
-        self.store.update(news, self._state.residency.clock.tick)
+        wanted = set(self.store.update(news, self._state.residency.clock.tick))
+        if wanted:
+            self._pending.update((row, None) for row, name in names if name.key in wanted)
+            self.flush()
 
     def leaving(self, rows: list[int]) -> None:
         """Blocks are about to be released: the last chance for those that the store has not been given."""

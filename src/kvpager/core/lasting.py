@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Listed
 
-from kvpager.core import saving, transaction
+from kvpager.core import saving, telling, transaction
 from kvpager.core.checks import token_list
 from kvpager.core.guards import changes, owned
 from kvpager.core.looking import Looking
 from kvpager.core.saving import SavedSequence
 from kvpager.core.sequence import Sequence
-from kvpager.errors import InputError
+from kvpager.core.telling import Mark
+from kvpager.errors import InputError, StepError
+from kvpager.journaled import Gained
 from kvpager.stored import BlockStore
 
 __all__ = ["Lasting"]
@@ -40,6 +43,21 @@ class Lasting(Looking):
         self._check_sequence(sequence)
         self._check_even(sequence, "save")
         return saving.save(self._state, keeper, sequence)
+
+    @changes
+    def tell(self, marked: Listed[tuple[Sequence, Mark]], scores: bool = False) -> list[Gained | None]:
+        """For a journal: what sequences have gained since they were told last, to where their marks are moved.
+
+        A fresh mark tells all of it; then a call costs the same however long they are. All full blocks are offered to
+        the store, and published. With `scores`, those of open blocks are told too. None for a sequence that has gained
+        nothing, for one that can't be told, and without a store. No step may be open.
+        """
+        for sequence, _ in marked:
+            self._check_sequence(sequence)
+        keeper = self._state.keeper
+        if self._state.step is not None:
+            raise StepError("tell: a step is open; commit it or roll it back first")
+        return [None] * len(marked) if keeper is None else telling.tell(self._state, keeper, marked, scores)
 
     @changes
     def restore(self, saved: SavedSequence, token_ids: Iterable[int], salt: bytes = b"") -> Sequence | None:

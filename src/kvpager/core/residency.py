@@ -277,15 +277,16 @@ class Residency:
         assert self.swap is not None
         if not flat.size:
             return
-        self.reopen(flat, self.swap.read(stash))
+        pieces = self.swap.read(stash)
+        self.storage.resume(self.reopen(flat), pieces)
         self.swap.free(stash)
         self.counters.recalls += len(flat)
 
-    def reopen(self, flat: IntArray, pieces: Bytes) -> None:
-        """Open pages [n] come into frames as `FrameStorage.suspend` gave them. Raises PoolExhausted or SwapError."""
+    def reopen(self, flat: IntArray) -> IntArray:
+        """Frames [n] for open pages [n], which the caller fills. Raises PoolExhausted or SwapError, nothing changed."""
         frames = self.pool.allocate(flat, self.make_room)
-        self.storage.resume(frames, pieces)
         self.table.frame.reshape(-1)[flat] = frames
+        return frames
 
     def leave(self, frames: IntArray) -> None:
         """Take pages that swap holds out of the pool."""

@@ -25,7 +25,7 @@ from kvpager.stored import KEY_BYTES
 
 __all__ = ["SavedSequence", "restore", "save"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class SavedSequence:
     """What `Pager.save` gives and `Pager.restore` takes.
 
     header  of numbers and texts, as JSON can hold them
-    arrays  "tokens" int64 [length], "keys" uint8 [full blocks, 32], "open" uint8 [n, page_bytes] and
-            "open_scores" uint8 [n]: of the open block, if there is one
+    arrays  "tokens" int64 [length], "keys" uint8 [full blocks, 32]; of the open block, if there is one, "slots" uint8
+            [its tokens, n]: keys and values, and "open_scores" uint8 [n], which may be missing
     """
 
     header: Mapping[str, Any]
@@ -67,11 +67,17 @@ def save(state: State, keeper: Keeper, sequence: Sequence) -> SavedSequence | No
     if sequence.length % size:
         row = sequence.rows[-1:]
         try:
-            arrays["open"] = _open_pieces(state, sequence)
+            arrays["slots"] = _slots(state, sequence)
         except (PageLost, SwapError):
             return None
         arrays["open_scores"] = state.scorer.dump(row)[0]
-    header = {
+    return SavedSequence(header(state, sequence), arrays)
+
+
+def header(state: State, sequence: Sequence) -> dict[str, Any]:
+    """What a saved sequence is read by; of one size, however long the sequence is."""
+    size = state.config.page_size
+    return {
         "format": FORMAT,
         "namespace": state.blocks.keys.namespace,
         "scores": state.scorer.kind,
@@ -82,7 +88,6 @@ def save(state: State, keeper: Keeper, sequence: Sequence) -> SavedSequence | No
         "approximate_from": sequence.approximate_from,
         "private_from": sequence.private_from,
     }
-    return SavedSequence(header, arrays)
 
 
 def _count(sequence: Sequence, start: int | None, size: int) -> int:
@@ -91,34 +96,49 @@ def _count(sequence: Sequence, start: int | None, size: int) -> int:
 
 
 def _named(state: State, keeper: Keeper, sequence: Sequence) -> list[bytes] | None:
-    """Keys of all full blocks; blocks that have none get one of their own and are offered to the store."""
-    size, blocks = state.config.page_size, state.blocks
-    keys = list(sequence.keys)
-    for depth in range(len(keys), sequence.length // size):
-        row = int(sequence.rows[depth])
-        name = blocks.name(row)
-        if name is None:
-            tokens = packed(sequence.tokens[depth * size : (depth + 1) * size])
-            parent = keys[-1] if keys else sequence.root
-            try:
-                pages = state.residency.pages_of(row)
-            except (PageLost, SwapError):
-                return None
-            key = blocks.keys.private(sequence.root, parent, tokens, pages)
-            approximate = sequence.approximate_from is not None and (depth + 1) * size > sequence.approximate_from
-            name = Name(key, parent, sequence.root, depth, tokens, approximate)
-            if blocks.register(row, name):
-                keeper.offer(row)
-        keys.append(name.key)
+    """Keys of all full blocks; None where a page can't be read."""
+    keys: list[bytes] = []
+    for depth in range(sequence.length // state.config.page_size):
+        key = name_block(state, keeper, sequence, depth, keys[-1] if keys else sequence.root)
+        if key is None:
+            return None
+        keys.append(key)
     return keys
 
 
-def _open_pieces(state: State, sequence: Sequence) -> npt.NDArray[np.uint8]:
-    """All that the open block's pages need to go on: from its frames, or from swap while it is parked."""
+def name_block(state: State, keeper: Keeper, sequence: Sequence, depth: int, parent: bytes) -> bytes | None:
+    """The key of a full block behind `parent`: where it has none, one of its own, by which it is offered to the store.
+
+    None where a page can't be read.
+    """
+    if depth < len(sequence.keys):
+        return sequence.keys[depth]
+    size, blocks, row = state.config.page_size, state.blocks, int(sequence.rows[depth])
+    name = blocks.name(row)
+    if name is not None:
+        return name.key
+    tokens = packed(sequence.tokens[depth * size : (depth + 1) * size])
+    try:
+        pages = state.residency.pages_of(row)
+    except (PageLost, SwapError):
+        return None
+    key = blocks.keys.private(sequence.root, parent, tokens, pages)
+    approximate = sequence.approximate_from is not None and (depth + 1) * size > sequence.approximate_from
+    if blocks.register(row, Name(key, parent, sequence.root, depth, tokens, approximate)):
+        keeper.offer(row)
+    return key
+
+
+def _slots(state: State, sequence: Sequence) -> npt.NDArray[np.uint8]:
+    """The open block token by token, from its frames, or from swap while it is parked."""
+    count, storage = sequence.length % state.config.page_size, state.residency.storage
+    frames = state.table.frame[sequence.rows[-1]].reshape(-1).astype(np.int64)
     if sequence.stash is not None:
         assert state.swap is not None
-        return state.swap.read(sequence.stash)
-    return state.residency.storage.suspend(state.table.frame[sequence.rows[-1]].reshape(-1).astype(np.int64))
+        storage, frames = state.kernel.storage(len(frames), state.shape, state.config.page_size), np.arange(len(frames))
+        storage.resume(frames, state.swap.read(sequence.stash))
+    tokens = storage.tokens(np.tile(frames, count), np.repeat(np.arange(count), len(frames)))
+    return tokens.reshape(count, -1)
 
 
 def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int], salt: bytes) -> Sequence | None:
@@ -133,6 +153,8 @@ def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int
         length = min(length, _boundary(state, start))  # what another budget left out is not to be gone on from
     run = _run(saved, tokens, length // size, size)
     length = _cut(state, length, keeper.present(run))
+    if length % size and not _whole(state, saved, length % size):
+        length = _boundary(state, length)
     state.require_tokens(length)
     rows = keeper.adopt(run[: length // size], root)
     try:
@@ -171,8 +193,15 @@ def _cut(state: State, length: int, blocks: int) -> int:
     return _boundary(state, blocks * size)
 
 
+def _whole(state: State, saved: SavedSequence, tokens: int) -> bool:
+    """Whether all of the open block is there, `tokens` of it."""
+    slots = saved.arrays.get("slots")
+    pages = state.shape.layers * state.shape.kv_heads
+    return slots is not None and slots.shape == (tokens, pages * state.residency.storage.token_bytes)
+
+
 def _run(saved: SavedSequence, tokens: list[int], count: int, size: int) -> list[Wanted]:
-    exact = int(saved.header["exact"])
+    exact, count = int(saved.header["exact"]), min(count, len(saved.arrays["keys"]))
     return [
         Wanted(saved.arrays["keys"][depth].tobytes(), packed(tokens[depth * size : (depth + 1) * size]), depth >= exact)
         for depth in range(count)
@@ -204,13 +233,17 @@ def _reopen(state: State, sequence: Sequence, saved: SavedSequence) -> None:
     state.fit()
     rows = np.array([row])
     try:
-        state.residency.reopen(state.table.pages(rows), saved.arrays["open"])
+        frames = state.residency.reopen(state.table.pages(rows))
     except KVPagerError:
         state.blocks.drop(row)
         raise
+    slots = saved.arrays["slots"].reshape(sequence.length % state.config.page_size, len(frames), -1)
+    state.residency.storage.put_tokens(frames, slots.swapaxes(0, 1))
     depth, now = np.array([len(sequence.rows)], np.int64), state.residency.clock.tick
     for layer in range(state.shape.layers):
         state.scorer.born(rows, layer, depth, now)
-    if saved.header["scores"] == state.scorer.kind:
-        state.scorer.load(rows, depth, saved.arrays["open_scores"][None], now)
+    scores = saved.arrays.get("open_scores")
+    fits = scores is not None and len(scores) == state.scorer.dump(rows).shape[1]
+    if scores is not None and fits and saved.header["scores"] == state.scorer.kind:
+        state.scorer.load(rows, depth, scores[None], now)
     sequence.rows = np.append(sequence.rows, row)

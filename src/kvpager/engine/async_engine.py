@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvpager.engine.outputs import Output
+from kvpager.engine.releases import Releases
 from kvpager.engine.stream import Stream
 from kvpager.errors import EngineStopped, InputError
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from kvpager.engine.engine import Engine
     from kvpager.engine.outputs import EngineStats
     from kvpager.engine.params import SamplingParams
+    from kvpager.journaled import JournalSink, Resumable
 
 __all__ = ["AsyncEngine", "Health", "State"]
 
@@ -43,6 +46,7 @@ class AsyncEngine:
 
     `make_engine` is called in that thread, and so is everything else that touches the engine. The thread sleeps while
     there is nothing to do, and wakes at once for a new request or an abort. All methods belong to the loop's thread.
+    Where the engine has a journal, outputs come once that has them; the engine runs on meanwhile.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -53,9 +57,11 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._calls: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()
         self._outbox: list[Output] = []
+        self._releases = Releases()
+        self._journal: JournalSink | None = None
         self._halt = False
         self._health = Health("loading")
-        self._store_state: str | None = None
+        self._store_states: dict[str, str] = {}
         self._made = asyncio.Event()
         self._ended = asyncio.Event()
         self._empty = asyncio.Event()
@@ -114,30 +120,52 @@ class AsyncEngine:
         deadline: float | None = None,
         salt: bytes = b"",
         session: str | None = None,
+        client: bytes | None = b"",
+        apart: bool = False,
     ) -> Stream:
         """Hand a request to the engine; returns when it is queued, and the caller closes the stream.
 
-        Raises InputError, RequestTooLarge, QueueFull or SessionBusy as the engine's `add` does, and EngineStopped
-        where the engine takes no more requests.
+        With `apart`, outputs are not joined, however late they are read. Raises InputError, RequestTooLarge, QueueFull
+        or SessionBusy as the engine's `add` does, and EngineStopped where the engine takes no more requests.
         """
-        if self._health.state not in ("loading", "ready"):
-            raise EngineStopped(self._refusal())
-        if request_id in self._streams:
-            raise InputError(f"request_id: {request_id!r} is in use")
-        stream = Stream(self, request_id, params.n)
-        self._streams[request_id] = stream
-        self._empty.clear()
 
         def add(engine: Engine) -> None:
-            engine.add(request_id, prompt, params, priority=priority, deadline=deadline, salt=salt, session=session)
-            self._live[request_id] = params.n
+            more: dict[str, Any] = {"salt": salt, "session": session, "client": client}
+            engine.add(request_id, prompt, params, priority=priority, deadline=deadline, **more)
+
+        return await self._begin(Stream(self, request_id, params.n, apart=apart), params.n, add)
+
+    async def resume(self, resumable: Resumable) -> Stream:
+        """Have the engine go on with a request that began elsewhere: all of its outputs, not joined.
+
+        Raises what the engine's `resume` raises.
+        """
+        choices = len(resumable.outputs)
+        stream = Stream(self, resumable.accepted.id, choices, apart=True)
+        return await self._begin(stream, choices, lambda engine: engine.resume(resumable))
+
+    async def _begin(self, stream: Stream, choices: int, add: Callable[[Engine], None]) -> Stream:
+        if self._health.state not in ("loading", "ready"):
+            raise EngineStopped(self._refusal())
+        if stream.request_id in self._streams:
+            raise InputError(f"request_id: {stream.request_id!r} is in use")
+        self._streams[stream.request_id] = stream
+        self._empty.clear()
+
+        def begin(engine: Engine) -> None:
+            add(engine)
+            self._live[stream.request_id] = choices
 
         try:
-            await self._call(add)
+            await self._call(begin)
         except BaseException:  # also cancelled, while the engine may have taken it already
             stream.close()
             raise
         return stream
+
+    def resumable(self, request_id: str) -> bool | None:
+        """Whether the journal has what it takes to go on with a request elsewhere; None where there is no journal."""
+        return None if self._journal is None else self._journal.resumable(request_id)
 
     async def stats(self) -> EngineStats:
         """The engine's figures between two steps; raises EngineStopped where there is no engine."""
@@ -152,9 +180,9 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.erase(salt))
 
     @property
-    def store_state(self) -> str | None:
-        """The state of the engine's store as it was when a request last ended; None where there is none."""
-        return self._store_state
+    def store_states(self) -> dict[str, str]:
+        """The state of each tier of the engine's store when a request last ended; none where there is no store."""
+        return self._store_states
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -230,7 +258,7 @@ class AsyncEngine:
         except BaseException as error:
             failure = error
         else:
-            self._store_state = engine.store_state
+            self._store_states, self._journal = engine.store_states, engine.journal
             self._tell(self._on_made)
             try:
                 self._serve(engine)
@@ -250,13 +278,23 @@ class AsyncEngine:
             if self._halt:
                 return
             if engine.has_work:
-                try:
-                    outputs = engine.step()
-                except Exception as error:
-                    outputs = self._recovered(engine, error)
-                self._deliver(outputs)
-                if any(output.finish_reason is not None for output in outputs):
-                    self._store_state = engine.store_state
+                self._step(engine)
+
+    def _step(self, engine: Engine) -> None:
+        """A step, whose outputs are given on when the journal has them."""
+        release = self._releases.next()
+        try:
+            outputs = engine.step(release.done)
+        except Exception as error:
+            release.give(self._recovered(engine, error))
+            release.done()
+            return
+        self._count(outputs)
+        release.give(partial(self._deliver, outputs))
+        if engine.journal is None:
+            release.done()
+        if any(output.finish_reason is not None for output in outputs):
+            self._store_states = engine.store_states
 
     def _waiting(self, engine: Engine) -> list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]]:
         """The calls that are waiting; sleeps while there are none and the engine has nothing to do."""
@@ -278,24 +316,29 @@ class AsyncEngine:
             if future is not None:
                 self._tell(_settle, future, result, None)
 
-    def _recovered(self, engine: Engine, error: Exception) -> list[Output]:
-        """After a step that failed: its requests end with an error; raises unless the engine is whole without them."""
+    def _recovered(self, engine: Engine, error: Exception) -> Callable[[], None]:
+        """After a step that failed: its requests end with an error; raises unless the engine is whole without them.
+
+        Returns what tells their streams.
+        """
         text = f"{type(error).__name__}: {error}"
         live, self._live = list(self._live), {}
         for request_id in live:
             engine.abort(request_id)
         engine.check()
-        self._tell(self._on_failed_step, live, text)
-        return []
+        return partial(self._tell, self._on_failed_step, live, text)
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        if not outputs:
-            return
+    def _count(self, outputs: list[Output]) -> None:
         for output in outputs:
             if output.finish_reason is not None and output.request_id in self._live:
                 self._live[output.request_id] -= 1
                 if not self._live[output.request_id]:
                     del self._live[output.request_id]
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Give outputs to the loop; from whatever thread."""
+        if not outputs:
+            return
         with self._wake:
             told = bool(self._outbox)
             self._outbox.extend(outputs)

@@ -14,16 +14,19 @@ from kvpager.engine.guided import Guides
 from kvpager.engine.outputs import EngineStats, Output
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.request import Choice, Entry, Request
-from kvpager.engine.room import Room
+from kvpager.engine.resuming import resume, retold
+from kvpager.engine.room import Need, Room
 from kvpager.engine.runner import Drawn, Runner
 from kvpager.engine.sampler import Sampler, SampleState
 from kvpager.engine.scheduler import Scheduler
 from kvpager.engine.session import Session
 from kvpager.engine.sessions import Sessions
 from kvpager.engine.settings import EngineConfig, model_length, pager_settings, step_tokens
+from kvpager.engine.telling import Teller, as_params
 from kvpager.engine.text import TextState, decoder
 from kvpager.errors import EngineStopped, InputError, PageLost, PoolExhausted, QueueFull, SwapError
 from kvpager.hf.shape import kv_shape
+from kvpager.journaled import JournalSink, Resumable
 from kvpager.models import LoadedModel
 from kvpager.stored import BlockStore
 
@@ -37,8 +40,8 @@ class Engine:
 
     `loaded` was loaded with kvpager's attention; `pager` says how to page, `kv_dtype` how pages are held (None: the
     model's own number format), `clock` gives seconds that never go back. What is computed outlives the engine in
-    `store`, which it closes; the pager's namespace then says what the model's numbers depend on. One thread owns an
-    engine and its pager.
+    `store`, which it closes; the pager's namespace then says what the model's numbers depend on. What another process
+    needs to go on with its requests is told to `journal`. One thread owns an engine and its pager.
 
     Raises ConfigError, UnsupportedModel, CacheMismatch, or SwapError when swap can't be opened.
     """
@@ -51,6 +54,7 @@ class Engine:
         *,
         kv_dtype: DType | None = None,
         store: BlockStore | None = None,
+        journal: JournalSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or EngineConfig()
@@ -79,6 +83,10 @@ class Engine:
             self.pager.shutdown()
             raise
         self._answers = Answers(self.pager, self._scheduler, self._sessions, loaded.end_ids)
+        self.journal = journal
+        self._teller = None if journal is None else Teller(self.pager, journal)
+        self._end_ids = loaded.end_ids
+        self._retold: list[Output] = []  # of requests that began elsewhere, for the next step to give out
         self._numbers = self._steps = 0
         self._closed = False
         self._whole = True  # not inside a step, nor after one that was broken off
@@ -95,13 +103,16 @@ class Engine:
         deadline: float | None = None,
         salt: bytes = b"",
         session: str | None = None,
+        client: bytes | None = b"",
     ) -> None:
         """Take a request: it waits until a step has room for it. Lower priorities are served first.
 
         `deadline` is a time of the engine's clock after which it ends as it is; `salt` keeps its blocks from requests
         with other salts. A `session` is a conversation of that salt: the request goes on from where the session's last
-        one ended, also after a restart, and is saved when it ends, however that comes. Raises InputError,
-        RequestTooLarge for what could never run, QueueFull, SessionBusy or EngineStopped, with nothing changed.
+        one ended, also after a restart, and is saved when it ends, however that comes. `client` is for who answers the
+        client, should the request go on elsewhere; None keeps it out of the journal, for nobody could come back to it.
+        Raises InputError, RequestTooLarge for what could never run, QueueFull, SessionBusy or EngineStopped, with
+        nothing changed.
         """
         if self._closed:
             raise EngineStopped("the engine was closed")
@@ -111,6 +122,74 @@ class Engine:
         need = self._room.require(len(ids), params.max_tokens, params.n)
         if len(self._scheduler.waiting) >= self.config.max_queue:
             raise QueueFull(f"{len(self._scheduler.waiting)} requests wait already (max_queue); try again later")
+        seed = self._seeds.getrandbits(63)
+        hold = None if session is None else Session.named(salt, session, seed)
+        drawn = seed if hold is None else hold.turn_seed
+        request = self._request(request_id, ids, params, (priority, deadline, salt), need, hold, drawn)
+        if self._teller is not None and client is not None:
+            left = None if deadline is None else deadline - self._clock()
+            self._teller.accept(request, self._sessions.turn(request) or drawn, left, session, client)
+        self._answers.requests[request_id] = request
+        self._scheduler.add(request)
+
+    def resume(self, resumable: Resumable) -> None:
+        """Take a request that began in another engine of the same model and settings, and go on as that would have.
+
+        It holds what the store has of its blocks and the journal of its open one; what is missing is computed anew from
+        its tokens, in the order in which they were. The next step gives out what its answers had come to, an output for
+        each token. Its deadline begins anew; it need not queue up. Raises InputError, RequestTooLarge, SessionBusy or
+        EngineStopped, with nothing changed.
+        """
+        if self._closed:
+            raise EngineStopped("the engine was closed")
+        accepted = resumable.accepted
+        try:
+            params = as_params(accepted.params)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"resumable: {error}") from None
+        deadline = None if accepted.seconds is None else self._clock() + accepted.seconds
+        given = (accepted.priority, deadline, accepted.salt)
+        ids = checked(accepted.id, accepted.prompt, params, *given, self._vocabulary)
+        if accepted.id in self._answers.requests:
+            raise InputError(f"resumable: {accepted.id!r} is being served already")
+        need = self._room.require(len(ids), params.max_tokens, params.n)
+        seed, session = accepted.seed, accepted.session
+        hold = None if session is None else Session.named(accepted.salt, session, seed)
+        request = self._request(accepted.id, ids, params, given, need, hold, seed)
+        try:
+            outputs = resume(request, resumable, self.pager.config.page_size, self._end_ids)
+        except BaseException:
+            if hold is not None:
+                self._sessions.release(hold)
+            raise
+        now = self._clock()
+        for choice in request.choices:
+            choice.first_token = now if choice.output else None
+        if self._teller is not None:
+            self._teller.again(accepted, retold(request, resumable))
+        self._retold += outputs
+        if request.alive:
+            self._sessions.turn(request)
+            self._answers.requests[request.id] = request
+            self._scheduler.add(request)
+        elif hold is not None:
+            self._sessions.release(hold)
+
+    def _request(
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        given: tuple[int, float | None, bytes],
+        need: Need,
+        hold: Session | None,
+        seed: int,
+    ) -> Request:
+        """A request and its answers at their beginning; its session is claimed, and nothing else changed.
+
+        `given` are priority, deadline and salt; `seed` is what its answers are drawn with.
+        """
+        priority, deadline, salt = given
         request = Request(
             request_id,
             ids,
@@ -122,9 +201,6 @@ class Engine:
             arrived=self._clock(),
             need=need,
         )
-        seed = self._seeds.getrandbits(63)
-        hold = None if session is None else Session.named(salt, session, seed)
-        seed = seed if hold is None else hold.turn_seed
         decode = self._decoders[params.skip_special_tokens]
         for place in range(params.n):
             guide = None if params.json_schema is None else self._guides.guide(str(params.json_schema))
@@ -134,8 +210,7 @@ class Engine:
             self._sessions.claim(hold, params)
             request.session = hold
         self._numbers += 1
-        self._answers.requests[request_id] = request
-        self._scheduler.add(request)
+        return request
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False when there is none of that name. The next step tells it."""
@@ -150,12 +225,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would have something to do or to tell."""
-        return bool(self._answers.requests or self._answers.outputs)
+        return bool(self._answers.requests or self._answers.outputs or self._retold)
 
     # -- a step
 
-    def step(self) -> list[Output]:
-        """Run one step: what it adds to each answer, in order. Empty when idle, or when the step gave no tokens."""
+    def step(self, done: Callable[[], None] = lambda: None) -> list[Output]:
+        """Run one step: what it adds to each answer, in order. Empty when idle, or when the step gave no tokens.
+
+        With a journal, these are to be given on once `done` has been called, from whatever thread.
+        """
         if self._closed:
             raise EngineStopped("the engine was closed")
         self._whole = False
@@ -170,7 +248,11 @@ class Engine:
         if drawn:
             self._answers.settle(drawn, self._clock())
         self._whole = True
-        return self._answers.take()
+        outputs = self._answers.take()
+        if self._teller is not None:
+            self._teller.step(self._scheduler.running, outputs, done)
+        outputs, self._retold = self._retold + outputs, []
+        return outputs
 
     def _run(self, entries: list[Entry]) -> list[Drawn]:
         """The step's new tokens; none when it failed and was rolled back."""
@@ -268,9 +350,10 @@ class Engine:
         )
 
     @property
-    def store_state(self) -> str | None:
-        """The state of the store, as in StoreStats; None where there is none."""
-        return None if self._store is None else self._store.stats().state
+    def store_states(self) -> dict[str, str]:
+        """The state of each tier of the store, as in StoreStats, the nearest first; none where there is no store."""
+        stats = None if self._store is None else self._store.stats()
+        return {} if stats is None else {name: tier.state for name, tier in stats.tiers.items()}
 
     def check(self) -> None:
         """Assert that the books balance: the pager's, and that requests and sequences belong together."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpager.core.saving import SavedSequence
 from kvpager.core.sequence import Cost, Sequence
 from kvpager.engine.outputs import FinishReason, TokenLogprob, Usage
 from kvpager.engine.params import SamplingParams
@@ -27,6 +28,7 @@ class Choice:
     output     the tokens that were given out, once each
     replays    how often its sequence had to be computed anew
     skipped    steps in a row that had no frames for it
+    saved      its sequence as another engine had it, until it has begun here
     """
 
     __slots__ = (
@@ -37,6 +39,7 @@ class Choice:
         "output",
         "replays",
         "request",
+        "saved",
         "sequence",
         "skipped",
         "state",
@@ -53,6 +56,7 @@ class Choice:
         self.first_token: float | None = None
         self.replays = 0
         self.skipped = 0
+        self.saved: SavedSequence | None = None
 
     @property
     def known(self) -> int:
@@ -100,6 +104,7 @@ class Request:
         self.need = need
         self.schedule = Schedule(len(prompt))
         self.session: Session | None = None
+        self.resumed = False  # whether it began in another engine
         self.choices: list[Choice] = []
         self.prompt_array: IntArray = np.array(prompt, np.int64)
         self.prompt_logprobs: list[TokenLogprob] = []

@@ -150,8 +150,9 @@ class Scheduler:
 
     def _single(self, choice: Choice) -> bool:
         """Whether a choice goes on by one token: as it decodes, or as it did before its pages were lost."""
+        exactly = self._selects or choice.request.resumed
         return choice.decodes or (
-            self._selects and choice.length < choice.known and choice.request.schedule.single(choice.length)
+            exactly and choice.length < choice.known and choice.request.schedule.single(choice.length)
         )
 
     def _prefills(self, left: int, now: float) -> list[Entry]:
@@ -171,8 +172,8 @@ class Scheduler:
                 self._start(request, now)
             for choice in request.active:
                 single = self._single(choice)
-                if single and not begins:
-                    continue  # it has had its turn
+                if single and (not begins or left < 1):
+                    continue  # it has had its turn, or has it in the next step
                 if choice.sequence is None:
                     self._open(choice)
                 stop = choice.length + 1 if single else self._stop(choice, left)
@@ -200,20 +201,38 @@ class Scheduler:
         self.waiting.remove(request)
         request.started, request.leader = now, None
         insort(self.running, request, key=lambda one: one.key)
-        first = request.choices[0]
-        self._open(first, self._sessions.resume(request))
+        first = request.active[0]
+        self._open(first, None if request.resumed else self._sessions.resume(request))
         request.cached_tokens = min(first.length, len(request.prompt))
+        if request.resumed:
+            for choice in request.active[1:]:
+                self._open(choice)
 
     def _open(self, choice: Choice, resumed: Sequence | None = None) -> None:
-        """Give a choice a sequence: one that its session has, or with what others have computed of its prompt."""
+        """Give a choice a sequence: its session's, or what it had elsewhere, or what others have of its prompt."""
         request = choice.request
         # the prompt's log-probabilities need all of its logits, hence all of it computed
         shares = self._share and request.params.prompt_logprobs is None
         # others compute a prompt in whole tiles: under a budget that is another one from an earlier answer on
         shared = request.prompt[: request.schedule.first] if self._selects else request.prompt
+        resumed = resumed or self._restored(choice)
         choice.sequence = resumed or self._pager.open(shared if shares else None, request.salt)
         choice.sequence.cost.add(choice.cost)
         choice.cost = choice.sequence.cost
+
+    def _restored(self, choice: Choice) -> Sequence | None:
+        """The sequence that a choice had in another engine, as far as the store has its blocks."""
+        saved, choice.saved = choice.saved, None
+        if saved is None:
+            return None
+        try:
+            sequence = self._pager.restore(saved, choice.tokens(0, choice.known), choice.request.salt)
+        except (PageLost, PoolExhausted, SwapError):
+            return None
+        if sequence is None or sequence.length:
+            return sequence
+        self._pager.close(sequence)
+        return None
 
     # -- waiting for a prefix that another request computes
 
@@ -222,7 +241,7 @@ class Scheduler:
 
         It waits for one other at most, once, and only while that one runs: so it always gets its turn.
         """
-        if not self._share or request.params.prompt_logprobs is not None:
+        if not self._share or request.resumed or request.params.prompt_logprobs is not None:
             return False
         if request.session is not None and self._sessions.look(request.session) is not None:
             return False

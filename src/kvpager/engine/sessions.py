@@ -92,8 +92,7 @@ class Sessions:
             return None
         session.record = None
         choice = request.choices[0]
-        again = bool(record.cut_short) and record.cut_short == self._mark(request)
-        session.seed, session.turn = record.seed, record.turn + (not again)
+        again = self._follow(request, session, record)
         choice.state = _drawing(request, session, choice.state.guide)
         state = self._after(request, session, record.output) if again else None
         said = [] if state is None else record.output
@@ -118,6 +117,21 @@ class Sessions:
         past = [(start, min(stop, length)) for start, stop in record.singles if start <= length]
         request.schedule = Schedule(len(request.prompt), past)
         return sequence
+
+    def _follow(self, request: Request, session: Session, record: SessionRecord) -> bool:
+        """Take the turn that comes after a record; whether it is the record's own, which was cut short."""
+        again = bool(record.cut_short) and record.cut_short == self._mark(request)
+        session.seed, session.turn = record.seed, record.turn + (not again)
+        return again
+
+    def turn(self, request: Request) -> int | None:
+        """The seed of a request's turn in its session, as `resume` will find it; None without a session."""
+        session = request.session
+        if session is None:
+            return None
+        if (record := self.look(session)) is not None:
+            self._follow(request, session, record)
+        return session.turn_seed
 
     @staticmethod
     def _after(request: Request, session: Session, output: list[int]) -> SampleState | None:

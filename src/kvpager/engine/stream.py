@@ -19,12 +19,14 @@ class Stream:
     """The outputs of one request, all its choices in one stream; iterate, and `close` when leaving early.
 
     Outputs that were not read yet are joined, one a choice, so that a slow reader costs no more than the text of its
-    own answer. Iterating raises EngineStopped where the engine ends before the request does.
+    own answer; with `apart` they stay as they came. Iterating raises EngineStopped where the engine ends before the
+    request does.
     """
 
-    def __init__(self, engine: AsyncEngine, request_id: str, choices: int) -> None:
+    def __init__(self, engine: AsyncEngine, request_id: str, choices: int, *, apart: bool = False) -> None:
         self.request_id = request_id
         self._engine = engine
+        self._apart = apart
         self._open = set(range(choices))  # choices that have not finished
         self._unread: dict[int, list[Output]] = {}
         self._news = asyncio.Event()
@@ -41,7 +43,13 @@ class Stream:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        return _joined(self._unread.pop(next(iter(self._unread))))
+        index = next(iter(self._unread))
+        unread = self._unread.pop(index)
+        if self._apart and len(unread) > 1:
+            first = unread.pop(0)
+            self._unread[index] = unread
+            return first
+        return _joined(unread)
 
     @property
     def finished(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.config import KVShape
+from kvpager.kernels.numbers import token_numbers
 from kvpager.ports import BoolArray, FloatArray, FrameStorage, IntArray
 
 __all__ = ["CodedStorage", "coded", "resume", "suspend"]
@@ -79,6 +80,7 @@ class CodedStorage:
         self._open: dict[int, FloatArray] = {}
         self._page = (page_size, dim)
         self.page_bytes = shape.page_bytes(page_size)
+        self.token_bytes = 8 * dim
         self._frames = frames
         self.memory: Bytes | None = None
 
@@ -160,3 +162,14 @@ class CodedStorage:
         """Frames hold again what `suspend` gave."""
         self.finish(frames)
         resume(self, frames, pieces, self._page)
+
+    def tokens(self, frames: IntArray, offsets: IntArray) -> Bytes:
+        """One token of each frame's open page, uint8 [n, token_bytes]: keys, then values, as float32."""
+        keys, values = self.read(frames, np.zeros(len(frames), np.int64))
+        each = np.arange(len(frames))
+        return np.concatenate([keys[each, offsets], values[each, offsets]], axis=1).view(np.uint8)
+
+    def put_tokens(self, frames: IntArray, tokens: Bytes) -> None:
+        """Frames hold open pages of these tokens, uint8 [n, fewer than P, token_bytes]."""
+        self.finish(frames)
+        self.write(frames, 0, *token_numbers(tokens, np.float32))

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvpager import _native
 from kvpager.config import KVShape
 from kvpager.kernels.coded import resume, suspend
+from kvpager.kernels.numbers import OPEN_DTYPES, token_numbers
 from kvpager.ports import FloatArray, IntArray
 
 __all__ = ["NativeStorage"]
@@ -28,6 +29,8 @@ class NativeStorage:
         self._page = (page_size, shape.head_dim)
         self.memory: Bytes | None = self.native.memory
         self._coded = shape.dtype == "int8"
+        self._dtype = OPEN_DTYPES[shape.dtype]
+        self.token_bytes = self.native.token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -84,3 +87,14 @@ class NativeStorage:
             return
         self.finish(frames)
         resume(self, frames, pieces, self._page)
+
+    def tokens(self, frames: IntArray, offsets: IntArray) -> Bytes:
+        """One token of each frame's open page, uint8 [n, token_bytes]: keys, then values; int8 as float32."""
+        tokens = np.empty((len(frames), self.token_bytes), np.uint8)
+        self.native.tokens(np.ascontiguousarray(frames, np.int64), np.ascontiguousarray(offsets, np.int64), tokens)
+        return tokens
+
+    def put_tokens(self, frames: IntArray, tokens: Bytes) -> None:
+        """Frames hold open pages of these tokens, uint8 [n, fewer than P, token_bytes]."""
+        self.finish(frames)
+        self.write(frames, 0, *token_numbers(tokens, self._dtype))

@@ -9,7 +9,15 @@ import numpy.typing as npt
 
 from kvpager.ports import FloatArray, Partial
 
-__all__ = ["merge", "narrowed", "widened"]
+__all__ = ["OPEN_DTYPES", "merge", "narrowed", "token_numbers", "widened"]
+
+# what open pages hold, by the pages' dtype; uint16 stands for bfloat16
+OPEN_DTYPES: dict[str, npt.DTypeLike] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int8": np.float32,
+}
 
 
 def widened(numbers: npt.NDArray[Any]) -> FloatArray:
@@ -28,6 +36,13 @@ def narrowed(plain: FloatArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     bits = np.ascontiguousarray(plain, np.float32).view(np.uint32)
     rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
     return (rounded >> 16).astype(np.uint16)
+
+
+def token_numbers(tokens: npt.NDArray[np.uint8], dtype: npt.DTypeLike) -> tuple[FloatArray, FloatArray]:
+    """Keys and values, float32 [n, tokens, D] each, of what FrameStorage.tokens gave: uint8 [n, tokens, bytes]."""
+    numbers = widened(np.ascontiguousarray(tokens).view(dtype))
+    dim = numbers.shape[2] // 2
+    return numbers[..., :dim], numbers[..., dim:]
 
 
 def merge(parts: list[Partial]) -> tuple[FloatArray, FloatArray]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvpager.config import KVShape
 from kvpager.kernels import batch
 from kvpager.kernels.coded import CodedStorage
-from kvpager.kernels.numbers import merge, narrowed, widened
+from kvpager.kernels.numbers import OPEN_DTYPES, merge, narrowed, token_numbers, widened
 from kvpager.ports import (
     WINDOW,
     Batch,
@@ -39,7 +39,6 @@ Bytes = npt.NDArray[np.uint8]
 # the cores from PyTorch's: [192, 64] x [64, 1024] took 3 to 16 ms so, and 0.3 ms on one core (docs/decisions).
 SERIAL_PRODUCT = 1 << 18
 SERIAL_VECTOR = 9216  # the same for a matrix and a vector
-_STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 def token_scores(queries: FloatArray, keys: FloatArray, scale: float | None = None) -> FloatArray:
@@ -77,7 +76,7 @@ class ReferenceStorage:
     """
 
     def __init__(self, frames: int, shape: KVShape, page_size: int) -> None:
-        stored = _STORED[shape.dtype]
+        stored = OPEN_DTYPES[shape.dtype]
         self._dims = (page_size, shape.head_dim)
         width = page_size * shape.head_dim
         # zeros, not empty: the system hands out zeroed memory lazily, and no slot can hold a stray NaN
@@ -85,6 +84,7 @@ class ReferenceStorage:
         self._values = np.zeros((frames, width), stored)
         self.page_bytes = shape.page_bytes(page_size)
         self.nbytes = self._keys.nbytes + self._values.nbytes
+        self.token_bytes = self.page_bytes // page_size
         self.memory: Bytes | None = None
 
     def write(self, frames: IntArray, offset: int, keys: FloatArray, values: FloatArray) -> None:
@@ -130,6 +130,15 @@ class ReferenceStorage:
     def resume(self, frames: IntArray, pieces: Bytes) -> None:
         """Frames hold these pages again, uint8 [n, page_bytes]."""
         self.load(frames, pieces)
+
+    def tokens(self, frames: IntArray, offsets: IntArray) -> Bytes:
+        """One token of each frame's page, uint8 [n, token_bytes]: keys, then values."""
+        both = [held.reshape(-1, *self._dims)[frames, offsets] for held in (self._keys, self._values)]
+        return np.concatenate(both, axis=1).view(np.uint8)
+
+    def put_tokens(self, frames: IntArray, tokens: Bytes) -> None:
+        """Frames hold pages of these tokens, uint8 [n, fewer than P, token_bytes]."""
+        self.write(frames, 0, *token_numbers(tokens, self._keys.dtype))
 
 
 class ReferenceKernel:

@@ -104,6 +104,16 @@ void held(const Frames& self, nb::handle frames, nb::handle held) {
   self.held(at.data(), at.size(0), to.data());
 }
 
+void tokens(Frames& self, nb::handle frames, nb::handle offsets, nb::handle bytes) {
+  const Ints at(frames, "frames", {-1});
+  const Ints token(offsets, "offsets", {at.size(0)});
+  Array<uint8_t> to(bytes, "tokens", {at.size(0), self.token_bytes()});
+  check_range(at, "frames", self.count());
+  check_range(token, "offsets", size_of(self));
+  nb::gil_scoped_release release;
+  self.tokens(at.data(), token.data(), at.size(0), to.data());
+}
+
 void check_pages(const Frames& frames, const Ints& at, const Ints& heads, const Ints& starts, const Ints& counts,
                  int64_t kv_heads) {
   check_range(at, "frames", frames.count());
@@ -244,7 +254,9 @@ void bind_attention(nb::module_& module) {
       .def("dump", &dump, nb::arg("frames"), nb::arg("pages"))
       .def("copy", &copy, nb::arg("source"), nb::arg("target"))
       .def("finish", &finish, nb::arg("frames"))
-      .def("held", &held, nb::arg("frames"), nb::arg("held"));
+      .def("held", &held, nb::arg("frames"), nb::arg("held"))
+      .def_prop_ro("token_bytes", &Frames::token_bytes)
+      .def("tokens", &tokens, nb::arg("frames"), nb::arg("offsets"), nb::arg("tokens"));
   module.def("attend", &attend, nb::arg("storage"), nb::arg("frames"), nb::arg("heads"), nb::arg("starts"),
              nb::arg("counts"), nb::arg("kv_heads"), nb::arg("queries"), nb::arg("start"), nb::arg("scale"),
              nb::arg("window"), nb::arg("softcap"), nb::arg("output"), nb::arg("lse"), nb::arg("page_lse").none(),

@@ -24,6 +24,15 @@ Layout checked(const std::string& dtype, int64_t page_size, int64_t head_dim) {
   throw std::invalid_argument("dtype: '" + dtype + "' is not float32, float16, bfloat16 or int8");
 }
 
+// Keys and values of one token of a page in its frame, items of `size` bytes of which `pair` lie together.
+void gather(const Layout& l, int64_t size, int64_t pair, const uint8_t* page, int64_t token, uint8_t* out) {
+  const int64_t dim = l.head_dim, block = l.block;
+  const uint8_t* key = page + (token / block * dim * block + token % block * pair) * size;
+  for (int64_t c = 0; c < dim; c += pair, key += block * pair * size) std::memcpy(out + c * size, key, pair * size);
+  const uint8_t* value = page + l.values + (token / pair * dim * pair + token % pair) * size;
+  for (int64_t c = 0; c < dim; ++c) std::memcpy(out + (dim + c) * size, value + c * pair * size, size);
+}
+
 }  // namespace
 
 Frames::Frames(int64_t count, const std::string& dtype, int64_t page_size, int64_t head_dim)
@@ -106,6 +115,36 @@ void Frames::finish(const int64_t* frames, int64_t pages) {
 
 void Frames::held(const int64_t* frames, int64_t pages, uint8_t* held) const {
   for (int64_t i = 0; i < pages; ++i) held[i] = coded() && staged_[static_cast<size_t>(frames[i])] >= 0;
+}
+
+int64_t Frames::token_bytes() const {
+  const bool wide = layout_.dtype == DType::float32 || layout_.dtype == DType::int8;
+  return int64_t{2} * layout_.head_dim * (wide ? 4 : 2);
+}
+
+void Frames::tokens(const int64_t* frames, const int64_t* offsets, int64_t pages, uint8_t* out) {
+  const int64_t bytes = token_bytes(), dim = layout_.head_dim;
+  std::vector<float> plain(coded() ? static_cast<size_t>(slot_floats()) : 0);
+  for (int64_t i = 0; i < pages; ++i, out += bytes) {
+    if (coded()) {
+      const int32_t held = staged_[static_cast<size_t>(frames[i])];
+      const float* keys = held >= 0 ? view().slot(held) : plain.data();
+      if (held < 0) {  // a full page that was cut: the numbers that its codes stand for
+        const int64_t none = -1;
+        float* to = plain.data();
+        kvpager::pages().read({view(), frames + i, &none, 1, 0, layout_.page_size, to, to + slot_floats() / 2});
+      }
+      std::memcpy(out, keys + offsets[i] * dim, static_cast<size_t>(bytes / 2));
+      std::memcpy(out + bytes / 2, keys + slot_floats() / 2 + offsets[i] * dim, static_cast<size_t>(bytes / 2));
+      continue;
+    }
+    const uint8_t* page = view().frames + frames[i] * static_cast<int64_t>(layout_.page_bytes);
+    switch (layout_.dtype) {
+      case DType::float32: gather(layout_, 4, 1, page, offsets[i], out); break;
+      case DType::float16: gather(layout_, 2, 1, page, offsets[i], out); break;
+      default: gather(layout_, 2, 2, page, offsets[i], out);
+    }
+  }
 }
 
 }  // namespace kvpager

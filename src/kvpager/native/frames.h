@@ -32,6 +32,9 @@ class Frames {
   void finish(const int64_t* frames, int64_t pages);
   // Which pages are held in a staging slot.
   void held(const int64_t* frames, int64_t pages, uint8_t* held) const;
+  // What pages hold of one token each: its keys [D], then its values [D], int8 as float32.
+  int64_t token_bytes() const;
+  void tokens(const int64_t* frames, const int64_t* offsets, int64_t pages, uint8_t* out);
 
  private:
   bool coded() const { return layout_.dtype == DType::int8; }

@@ -53,8 +53,8 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=service.options.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
-            expose_headers=("X-Request-Id",),
+            allow_headers=("Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID", "X-Request-Id"),
+            expose_headers=("X-KVPager-Resumable", "X-Request-Id"),
         )
     return app
 
@@ -211,6 +211,7 @@ def _add_store_routes(app: FastAPI, service: Service) -> None:
         """Forget all that the caller's requests have left here; tells how many stored blocks and sessions it was."""
         service.require_ready()
         caller: Caller = request.scope["state"]["caller"]
+        service.returning.forget(caller.salt)
         return {"erased": await service.engine.erase(caller.salt)}
 
 
@@ -242,10 +243,13 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         return {**asdict(figures), "requests": service.places.taken}
 
 
-def _store_state(service: Service) -> dict[str, str]:
+def _store_state(service: Service) -> dict[str, Any]:
     """How the store does, where there is one: whatever that is, requests are answered."""
-    state = service.engine.store_state
-    return {} if state is None else {"store": state}
+    states = service.engine.store_states
+    if not states:
+        return {}
+    worst = next((state for state in states.values() if state != "ok"), "ok")
+    return {"store": worst, "stores": states} if len(states) > 1 else {"store": worst}
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

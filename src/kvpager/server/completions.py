@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -30,8 +31,9 @@ from kvpager.server.answers import (
 from kvpager.server.auth import Caller
 from kvpager.server.errors import ApiError, as_api_error
 from kvpager.server.protocol import ChatRequest, CompletionRequest, refuse_unsupported, sampling_params
+from kvpager.server.returning import Client, Position, Reply, idempotency_key
 from kvpager.server.service import Service
-from kvpager.server.streaming import DONE, ClientGone, EventStream, ended, event, merged, unless_gone
+from kvpager.server.streaming import DONE, ClientGone, EventStream, all_or_none, comment, event, merged, unless_gone
 
 __all__ = ["chat", "complete"]
 
@@ -93,6 +95,9 @@ class Job:
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex
         self.created = int(time.time())
         self.totals = Totals()
+        self.reply: Reply | None = None  # where the client may come back
+        self.client: Client | None = None
+        self.had: Position | None = None  # what the client has had of it
 
     @property
     def is_chat(self) -> bool:
@@ -111,6 +116,9 @@ class Job:
             log["prompts"] = [await texts.run(texts.decode, ids) for ids in self.prompts]
         self.totals.shown = self.written
         try:
+            key = idempotency_key(self.request.headers.get("idempotency-key"))
+            if key is not None:
+                self.reply = await unless_gone(self.request.receive, self._joined(key))
             return (
                 await unless_gone(self.request.receive, self._whole()) if not self.body.stream else await self._stream()
             )
@@ -118,44 +126,73 @@ class Job:
             log["gone"] = True
             return Response(status_code=499)  # nobody reads it; the log shows it
 
+    # ---- coming back ----
+
+    async def _joined(self, key: str) -> Reply | None:
+        """The answer that the client's Idempotency-Key stands for, begun or found; None where no more can be kept."""
+        had = self.request.headers.get("last-event-id")
+        self.had = None if had is None else Position.parse(had, len(self.prompts) * self.params.n)
+        asked = [self.is_chat, self.body.model_dump(mode="json", exclude_unset=True)]
+        digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        self.client = Client(key, digest, self.id, self.created, 0, len(self.prompts))
+        caller: Caller = self.request.scope["state"]["caller"]
+        returning = self.service.returning
+        reply = await returning.join(caller.salt, self.client, self._submit, anew=had is None)
+        if reply is None:
+            self.client = None
+        else:
+            self.id, self.created = reply.id, reply.created
+        return reply
+
+    async def _source(self) -> tuple[AsyncGenerator[tuple[int, Output]], list[Stream]]:
+        """Where the outputs come from, and the streams that end with the client."""
+        if self.reply is not None:
+            return self.service.returning.read(self.reply), []
+        streams = await self._submit()
+        return merged(streams), streams
+
+    def _resumable(self) -> bool:
+        return self.reply is not None and self.service.returning.resumable(self.reply)
+
+    def _headers(self) -> dict[str, str]:
+        asked = "idempotency-key" in self.request.headers
+        return {"X-KVPager-Resumable": str(self._resumable()).lower()} if asked else {}
+
     # ---- running ----
 
     async def _submit(self) -> list[Stream]:
         """All prompts into the engine, or none of them; together, since the engine takes requests between its steps."""
         caller: Caller = self.request.scope["state"]["caller"]
         seconds = self.service.options.request_seconds
-        submits = [
-            asyncio.ensure_future(
-                self.service.engine.submit(
-                    f"{self.id}-{number}",
-                    ids,
-                    self.params,
-                    priority=self.body.priority or 0,
-                    deadline=None if seconds is None else time.monotonic() + seconds,
-                    salt=caller.salt,
-                    session=self.body.session,
-                )
+        return await all_or_none(
+            self.service.engine.submit(
+                f"{self.id}-{number}",
+                ids,
+                self.params,
+                priority=self.body.priority or 0,
+                deadline=None if seconds is None else time.monotonic() + seconds,
+                salt=caller.salt,
+                session=self.body.session,
+                client=None if self.client is None else replace(self.client, number=number).pack(),
+                apart=self.client is not None,
             )
             for number, ids in enumerate(self.prompts)
-        ]
-        try:
-            return list(await asyncio.gather(*submits))
-        except BaseException:
-            await ended(*submits)
-            for submit in submits:
-                if not submit.cancelled() and submit.exception() is None:
-                    submit.result().close()
-            raise
+        )
 
-    async def _outputs(self, streams: list[Stream]) -> AsyncGenerator[tuple[int, Output]]:
-        """(number of the choice, output) as they come; raises ApiError where one ends with an error."""
-        async with aclosing(merged(streams)) as news:
+    async def _outputs(
+        self, source: AsyncGenerator[tuple[int, Output]], position: Position
+    ) -> AsyncGenerator[tuple[int, Output]]:
+        """(number of the choice, output) as they come, and `position` with them; raises ApiError where one ends with an
+        error.
+        """
+        async with aclosing(source) as news:
             async for prompt, output in news:
                 if output.finish_reason == "error":
                     self.request.scope["state"]["log"]["error"] = output.error
                     raise ApiError(
                         500, "The answer could not be finished; the server's log says why.", code="internal_error"
                     )
+                position.add(prompt * self.params.n + output.index, output)
                 if output.usage is not None:
                     self.totals.add(prompt, output.usage)
                     self._log_usage()
@@ -187,10 +224,10 @@ class Job:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     async def _whole(self) -> Response:
-        streams = await self._submit()
+        source, streams = await self._source()
         choices = [Choice() for _ in range(len(self.prompts) * self.params.n)]
         try:
-            async with aclosing(self._outputs(streams)) as outputs:
+            async with aclosing(self._outputs(source, Position(len(choices)))) as outputs:
                 async for choice, output in outputs:
                     choices[choice].add(output)
         finally:
@@ -207,21 +244,23 @@ class Job:
                 "choices": told,
                 "usage": self.totals.as_dict(),
                 "kvpager": self.totals.paging(),
-            }
+            },
+            headers=self._headers(),
         )
 
     async def _stream(self) -> Response:
-        streams = await unless_gone(self.request.receive, self._submit())
-        return EventStream(self._events(streams), streams)
+        source, streams = await unless_gone(self.request.receive, self._source())
+        return EventStream(self._events(source), streams, self._headers())
 
-    async def _events(self, streams: list[Stream]) -> AsyncGenerator[bytes]:
+    async def _events(self, source: AsyncGenerator[tuple[int, Output]]) -> AsyncGenerator[bytes]:
+        position, resumable = Position(len(self.prompts) * self.params.n), self._resumable()
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         no_usage: dict[str, Any] = {"usage": None} if self.body.usage_in_stream else {}
         logprobs = self._logprobs()
         begun: set[int] = set()
         texts: dict[int, list[str]] = {}
         try:
-            async with aclosing(self._outputs(streams)) as outputs:
+            async with aclosing(self._outputs(source, position)) as outputs:
                 async for choice, output in outputs:
                     first = choice not in begun
                     begun.add(choice)
@@ -231,8 +270,13 @@ class Job:
                         told = chat_chunk(choice, output, logprobs[choice], first=first)
                     else:
                         told = completion_chunk(choice, output, logprobs[choice], self._echo(choice) if first else None)
+                    if self.had is not None and self.had.covers(position, choice):
+                        continue  # the client had it before it came back
                     if first or output.text or output.finish_reason is not None or told["logprobs"]:
-                        yield event({**head, "choices": [told], **no_usage})
+                        yield event({**head, "choices": [told], **no_usage}, self._at(position))
+                    if resumable and not self._resumable():
+                        resumable = False
+                        yield comment("resumable false")
         except (ApiError, EngineStopped) as error:  # the headers are out: it is told as OpenAI's streams do
             yield event(as_api_error(error).body())
             return
@@ -240,6 +284,10 @@ class Job:
         if self.body.usage_in_stream:
             yield event({**head, "choices": [], "usage": self.totals.as_dict(), "kvpager": self.totals.paging()})
         yield DONE
+
+    def _at(self, position: Position) -> str | None:
+        """The id of an event: where a client that can come back was."""
+        return None if self.reply is None else str(position)
 
     def _log_texts(self, texts: list[str]) -> None:
         if self.service.options.log_prompts:

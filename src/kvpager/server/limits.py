@@ -26,6 +26,8 @@ class Limits:
     stop_characters of one such text
     logprobs        alternatives told beside a token
     connections     requests that are served at once, waiting ones among them
+    replies         answers that clients may come back to, running ones among them
+    reply_bytes     about what is kept of these in memory
     """
 
     body_bytes: int = 4 * 2**20
@@ -38,6 +40,8 @@ class Limits:
     stop_characters: int = 256
     logprobs: int = 20
     connections: int = 256
+    replies: int = 256
+    reply_bytes: int = 64 * 2**20
 
 
 class Places:

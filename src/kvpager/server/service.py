@@ -12,6 +12,7 @@ from kvpager.errors import InputError
 from kvpager.server.auth import ApiKeys
 from kvpager.server.errors import RETRY_AFTER_S, ApiError
 from kvpager.server.limits import Limits, Places
+from kvpager.server.returning import Returning
 from kvpager.server.texts import Texts
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class ServiceOptions:
     hosts             names that the server goes by, beside its addresses and localhost; None for all
     log_prompts       prompts and answers in the logs
     request_seconds   after which a request is cut short; None for no bound
+    resume_seconds    that a request with an Idempotency-Key goes on without its client, and is kept after its end
     """
 
     names: tuple[str, ...]
@@ -39,6 +41,7 @@ class ServiceOptions:
     hosts: tuple[str, ...] | None = None
     log_prompts: bool = False
     request_seconds: float | None = None
+    resume_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Service:
         self.places = Places(options.limits.connections)
         self.created = int(time.time())
         self.engine = AsyncEngine(self._make_engine)
+        limits = options.limits
+        self.returning = Returning(self.engine, options.resume_seconds, limits.replies, limits.reply_bytes)
         self._make = make
         self._texts: Texts | None = None
         self._max_model_len = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from kvpager.engine.outputs import Output
 from kvpager.engine.stream import Stream
 
-__all__ = ["DONE", "ClientGone", "EventStream", "ended", "event", "merged", "unless_gone"]
+__all__ = ["DONE", "ClientGone", "EventStream", "all_or_none", "comment", "ended", "event", "merged", "unless_gone"]
 
 DONE = b"data: [DONE]\n\n"
 SEND_SECONDS = 120.0  # a client that has read nothing for so long counts as gone
@@ -25,9 +25,15 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+def event(data: dict[str, Any], position: str | None = None) -> bytes:
+    """One server-sent event; `position` is its id."""
+    head = b"" if position is None else f"id: {position}\n".encode()
+    return head + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A line of a stream that clients pass over."""
+    return f": {text}\n\n".encode()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -41,6 +47,19 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         return await working
     finally:
         await ended(working, watching)
+
+
+async def all_or_none(submits: Iterable[Coroutine[Any, Any, Stream]]) -> list[Stream]:
+    """The streams of several requests, submitted together; where one is refused, none of them."""
+    tasks = [asyncio.ensure_future(submit) for submit in submits]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        await ended(*tasks)
+        for task in tasks:
+            if not task.cancelled() and task.exception() is None:
+                task.result().close()
+        raise
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]]:
@@ -68,9 +87,12 @@ async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]
 class EventStream(Response):
     """A response of server-sent events that ends with its client; `streams` are closed whatever happens."""
 
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes], streams: Sequence[Stream], headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})},
         )
         self._events = events
         self._streams = streams
@@ -88,12 +110,13 @@ class EventStream(Response):
         # a body that ends has a length in no header: events come as they are made
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for data in self._events:
-            try:
-                async with asyncio.timeout(SEND_SECONDS):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except TimeoutError:
-                raise ClientGone from None
+        async with aclosing(self._events) as events:
+            async for data in events:
+                try:
+                    async with asyncio.timeout(SEND_SECONDS):
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                except TimeoutError:
+                    raise ClientGone from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -7,22 +7,40 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from kvpager.stored import Fence
 from kvpager.stores.chain import Chain
 from kvpager.stores.header import COMPRESSIONS, Compression
 from kvpager.stores.limits import Limits
 from kvpager.stores.packages import xxh3, zstandard
+from kvpager.stores.publishing import PUBLISHING, Publishing, PublishingPolicy
+from kvpager.stores.redis import RedisStore, no_fence
+from kvpager.stores.redis_desk import RedisDesk
+from kvpager.stores.redis_links import redis_py
+from kvpager.stores.redis_settings import RedisSettings
+from kvpager.stores.redis_url import is_redis_url, redis_place
+from kvpager.stores.shared import Far
 from kvpager.stores.sqlite import LEAST_LIMIT_BYTES, SYNCHRONOUS, SqliteStore, Synchronous
 
 __all__ = [
     "COMPRESSIONS",
     "LEAST_LIMIT_BYTES",
+    "PUBLISHING",
     "SYNCHRONOUS",
     "Chain",
     "Compression",
+    "Far",
     "Limits",
+    "Publishing",
+    "PublishingPolicy",
+    "RedisDesk",
+    "RedisSettings",
+    "RedisStore",
     "SqliteStore",
     "Synchronous",
+    "is_redis_url",
     "open_store",
+    "redis_place",
+    "redis_tier",
 ]
 
 BATCHES = 16
@@ -30,7 +48,7 @@ BATCHES = 16
 
 
 def open_store(
-    path: str | Path,
+    path: str | Path | None,
     *,
     limit_bytes: int,
     tenant_limit_bytes: int | None = None,
@@ -40,15 +58,17 @@ def open_store(
     busy_ms: int = 250,
     limits: Limits | None = None,
     clock: Callable[[], float] = time.monotonic,
+    far: Far | None = None,
 ) -> Chain:
-    """The store in the SQLite file `path`, made where there is none, as a pager wants it.
+    """The store in the SQLite file `path`, made where there is none, as a pager wants it; behind it the tier `far`.
 
-    What is wrong with the file or its folder is no error here: the store misses until that is mended, or for good, and
-    `stats` says why. See SqliteStore for the settings of the file, and Limits for those of the chain. Raises
-    ConfigError, and MissingDependency where the extra `store` is not installed.
+    Without a path there is `far` alone. What is wrong with the file or its folder, or far away, is no error here: the
+    store misses until that is mended, or for good, and `stats` says why. See SqliteStore for the settings of the file,
+    `redis_tier` for one far away, and Limits for those of the chain. Raises ConfigError, and MissingDependency where an
+    extra is not installed.
     """
 
-    def opener() -> SqliteStore:
+    def opener(path: str | Path) -> SqliteStore:
         store = SqliteStore(
             path,
             limit_bytes=limit_bytes,
@@ -71,4 +91,30 @@ def open_store(
         zstandard()
     limits = limits if limits is not None else Limits()
     batch_bytes = max(1, min(limits.batch_bytes, limit_bytes // BATCHES))
-    return Chain([opener], replace(limits, batch_bytes=batch_bytes), clock)
+    openers = [] if path is None else [lambda: opener(path)]
+    return Chain(openers, replace(limits, batch_bytes=batch_bytes), clock, far)
+
+
+def redis_tier(
+    url: str,
+    settings: RedisSettings | None = None,
+    publishing: Publishing | None = None,
+    fence: Callable[[], Fence | None] = no_fence,
+) -> Far:
+    """The Redis at `url` as the tier of a chain that nodes share. Raises ConfigError and MissingDependency.
+
+    `fence`: what a writer must still hold, see RedisStore.
+    """
+    redis_place(url)
+    redis_py()
+
+    def opener() -> RedisStore:
+        store = RedisStore(url, settings, fence=fence)
+        try:
+            store.open()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    return Far(opener, publishing if publishing is not None else Publishing())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvpager.errors import ConfigError
 from kvpager.ports import Bytes
@@ -13,6 +14,7 @@ from kvpager.stored import BlockHead, Scores, StoredBlock
 from kvpager.stores.level import Level
 from kvpager.stores.limits import Limits
 from kvpager.stores.prefetch import Prefetcher
+from kvpager.stores.shared import Far, Shared
 from kvpager.stores.tier import Tier
 
 __all__ = ["Chain"]
@@ -24,7 +26,8 @@ class Chain:
     Writing is behind: each tier has a thread that writes what waits for it. What waits is found as if it were written.
     Reading is done by the owner's thread, tier after tier; blocks found in a farther one are put into the nearer ones.
     Blocks that `prefetch` names are read by a thread of its own. A tier that fails, or is slow, again and again is left
-    alone for a while, and every read of it is a miss at once. What happens is counted in `stats` and logged under
+    alone for a while, and every read of it is a miss at once. The last tier may be a far one, which nodes share: there
+    go the blocks that its publishing says. What happens is counted in `stats` and logged under
     "kvpager.stores", once for each kind until all is well again, without tokens or keys.
     """
 
@@ -33,16 +36,20 @@ class Chain:
         openers: Sequence[Callable[[], Tier]],
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        far: Far | None = None,
     ) -> None:
-        """`openers` open the tiers; one that fails now is opened later.
+        """`openers` open the near tiers; one that fails now is opened later.
 
         `clock`: seconds, for how long calls take and pauses last; never for what is kept. Raises ConfigError for no
         tiers, and MissingDependency where an opener does.
         """
-        if not openers:
+        if not openers and far is None:
             raise ConfigError("openers: a chain needs at least one tier")
         self._limits = limits if limits is not None else Limits()
         self._levels = [Level(opener, self._limits, clock) for opener in openers]
+        self._shared = None if far is None else Shared(far, self._limits, clock, self._near_blocks)
+        if self._shared is not None:
+            self._levels.append(self._shared.level)
         self._ahead = Prefetcher(self._fetch, self._limits.prefetch_bytes, self._limits.slow_s)
         self._hits = 0
         self._misses = 0
@@ -75,6 +82,9 @@ class Chain:
             rest = [i for i, head in enumerate(found) if head is None]
             for i, head in zip(rest, level.heads([keys[i] for i in rest]), strict=True):
                 found[i] = head
+            missed = sum(found[i] is None for i in rest)
+            level.hits += len(rest) - missed
+            level.misses += missed
         hits = sum(head is not None for head in found)
         self._hits += hits
         self._misses += len(keys) - hits
@@ -94,20 +104,39 @@ class Chain:
         """Take blocks to be stored; returns how many of the first the nearest tier takes, or has."""
         if self._closed:
             return 0
+        if not self._near:
+            return self._shared.put(blocks) if self._shared is not None else 0
         taken = self._levels[0].put(blocks)
-        for level in self._levels[1:]:
+        for level in self._near[1:]:
             level.put(blocks[:taken])  # one that can't keep up holds nobody else back
+        if self._shared is not None:
+            self._shared.put(blocks[:taken])
         return taken
 
-    def update(self, news: Sequence[Scores], tick: int) -> None:
-        """Note newer scores of blocks, and the tick that they speak of."""
-        if not self._closed:
-            for level in self._levels:
-                level.update(news, tick)
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks `put` would keep now."""
+        if self._near or self._shared is None:
+            return [not is_there for is_there in self._levels[0].contains(keys)]
+        return self._shared.wants(keys)
+
+    def publish(self, keys: Sequence[bytes]) -> None:
+        """These blocks go to the far tier, whatever is published else; without one nothing happens."""
+        if self._shared is not None and not self._closed:
+            self._shared.publish(keys, bool(self._near))
+
+    def update(self, news: Sequence[Scores], tick: int) -> list[bytes]:
+        """Note newer scores of blocks, and the tick that they speak of; returns blocks that may be offered again."""
+        if self._closed:
+            return []
+        for level in self._levels:
+            level.update(news, tick)
+        return [] if self._shared is None else self._shared.count(news, bool(self._near))
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks."""
         self._ahead.forget(keys)
+        if self._shared is not None:
+            self._shared.forget(keys)
         if not self._closed:
             for level in self._levels:
                 level.drop(keys)
@@ -158,6 +187,8 @@ class Chain:
         Waits until it is done, but no longer than `erase_s`: it goes on behind then, with fewer counted.
         """
         self._ahead.forget()
+        if self._shared is not None:
+            self._shared.forget()
         if self._closed:
             return 0
         works = [level.erase(tenant) for level in self._levels]
@@ -174,35 +205,25 @@ class Chain:
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits to be written, for so many seconds at most; returns whether that is so."""
         ends = time.monotonic() + timeout
+        shared = self._shared is None or self._shared.flush(timeout)
         written = [level.writer.flush(max(0.0, ends - time.monotonic())) for level in self._levels]
-        return all(written)
+        return shared and all(written)
 
     def stats(self) -> StoreStats:
-        """Counters of the chain, and sizes of the nearest tier; failures of all."""
-        nearest = self._levels[0]
-        sizes = nearest.sizes()
+        """Counters of the chain, and sizes of the nearest tier; failures of all, and each tier by itself."""
+        tiers = [level.stats() for level in self._levels]
         errors: Counter[str] = Counter()
-        for level in self._levels:
-            errors.update(level.guard.errors)
-        waiting, waiting_bytes = nearest.waiting
-        return StoreStats(
-            state=next((level.guard.state for level in self._levels if level.guard.state != "ok"), "ok"),
-            blocks=sizes.blocks,
-            records=sizes.records,
-            payload_bytes=sizes.payload_bytes,
-            bytes=sizes.bytes,
-            limit_bytes=sizes.limit_bytes,
+        for tier in tiers:
+            errors.update(tier.errors)
+        return replace(
+            tiers[0],
+            state=next((tier.state for tier in tiers if tier.state != "ok"), "ok"),
             hits=self._hits,
             misses=self._misses,
             read_bytes=self._read_bytes,
-            stored=nearest.writer.stored,
-            stored_bytes=nearest.writer.stored_bytes,
-            skipped=nearest.writer.skipped,
-            waiting=waiting,
-            waiting_bytes=waiting_bytes,
-            dropped=sizes.dropped,
-            damaged=sum(level.damaged for level in self._levels),
+            damaged=sum(tier.damaged for tier in tiers),
             errors=dict(errors),
+            tiers=dict(zip(self._names, tiers, strict=True)),
         )
 
     def close(self) -> None:
@@ -211,6 +232,8 @@ class Chain:
             return
         self._closed = True
         ended = self._ahead.stop(self._limits.slow_s)
+        if self._shared is not None:
+            self._shared.stop(self._limits.slow_s)
         ends = time.monotonic() + self._limits.close_s
         for level in self._levels:
             level.close(max(0.0, ends - time.monotonic()), ended)
@@ -229,11 +252,28 @@ class Chain:
                 self._promote(place, [keys[i] for i in here], [found[i] for i in here])
         return found
 
+    @property
+    def _names(self) -> list[str]:
+        near = ["local", *(f"local-{number}" for number in range(2, len(self._near) + 1))][: len(self._near)]
+        return near if self._shared is None else [*near, "shared"]
+
+    @property
+    def _near(self) -> list[Level]:
+        return self._levels if self._shared is None else self._levels[:-1]
+
+    def _near_blocks(self, keys: Sequence[bytes]) -> list[StoredBlock]:
+        """Blocks that near tiers have. Any thread."""
+        found: list[StoredBlock] = []
+        for level in self._near:
+            found += level.blocks(keys)
+            there = {block.head.key for block in found}
+            keys = [key for key in keys if key not in there]
+        return found
+
     def _promote(self, place: int, keys: Sequence[bytes], payloads: Sequence[Bytes | None]) -> None:
-        heads = self._levels[place].heads(keys)
         blocks = [
             StoredBlock(head, payload)
-            for head, payload in zip(heads, payloads, strict=True)
+            for head, payload in zip(self._levels[place].heads(keys), payloads, strict=True)
             if head is not None and payload is not None
         ]
         for level in self._levels[:place]:

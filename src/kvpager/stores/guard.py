@@ -11,7 +11,7 @@ from typing import TypeVar
 from kvpager.errors import StoreError, StoreFull, StoreUnavailable, is_disk_full
 from kvpager.stores.breaker import Breaker
 from kvpager.stores.limits import Limits
-from kvpager.stores.tier import Tier
+from kvpager.stores.tier import FarTier, Tier
 
 __all__ = ["LASTING", "RENEWED", "Guard"]
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 RENEWED = ("damaged", "lost")
 """Kinds of failure after which a tier works again, empty."""
 
-LASTING = ("full", "readonly")
+LASTING = ("full", "readonly", "timeout", "auth", "fenced")
 """Kinds of failure that trying again at once does not mend."""
 
 _FOR_GOOD = ("foreign", "newer")
@@ -37,10 +37,16 @@ class Guard:
     off      whether it is out of use for good
     errors   failures by kind
     reading, writing  the breakers
+    alarm    called when the reading breaker of a far tier opens: somebody is to `probe` it
     """
 
-    def __init__(self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float]) -> None:
-        """Opens the tier. What `opener` raises but StoreError and OSError (a missing package, say) is raised."""
+    def __init__(
+        self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float], far: bool = False
+    ) -> None:
+        """Opens the tier. What `opener` raises but StoreError and OSError (a missing package, say) is raised.
+
+        far  whether calls cross a network: while reading fails, nobody who waits for an answer tries it again
+        """
         self.tier: Tier | None = None
         self.off = False
         self.errors: Counter[str] = Counter()
@@ -51,6 +57,8 @@ class Guard:
         self._clock = clock
         self._told: set[tuple[str, str]] = set()
         self._name = "tier"
+        self._far = far
+        self.alarm: Callable[[], None] = lambda: None
         self._closed = False
         self._lock = threading.Lock()  # of `errors` and `_told`: several threads may read at once
         self._open()
@@ -74,7 +82,7 @@ class Guard:
     def read(self, call: Callable[[Tier], T], default: T) -> T:
         """What the tier answers; `default` where it fails, or is out of use."""
         tier = self.tier
-        if tier is None or self.off or not self.reading.ready():
+        if tier is None or self.off or not (self.reading.reason is None if self._far else self.reading.ready()):
             return default
         damaged = tier.damaged
         begun = self._clock()
@@ -109,6 +117,8 @@ class Guard:
 
     def aside(self, call: Callable[[Tier], T], default: T) -> T:
         """What the tier answers to what neither reads nor writes, whatever the breakers say; `default` if it fails."""
+        if self._far:
+            return self.read(call, default)
         tier = self.tier
         if tier is None or self.off:
             return default
@@ -118,6 +128,18 @@ class Guard:
             kind = self._kind(error)
             self._count("claiming", kind, str(error), False)
             return default
+
+    def probe(self) -> None:
+        """Try again to read a far tier, if the pause is over."""
+        tier = self.tier
+        if isinstance(tier, FarTier) and not self.off and self.reading.reason is not None and self.reading.ready():
+            begun = self._clock()
+            try:
+                tier.probe()
+            except Exception as error:
+                self._failed("reading", self.reading, error)
+            else:
+                self._timed("reading", self.reading, begun)
 
     def close(self) -> None:
         """Close the tier; it stays closed."""
@@ -182,6 +204,8 @@ class Guard:
             self.errors[kind] += 1
         first, out_of_use = self._first(side, kind), opened and self._first(side, "out of use")
         then = "; it is off for good" if self.off else "; it is out of use for a while" if opened else ""
+        if opened and side == "reading":
+            self.alarm()
         if first or out_of_use:
             _log.warning("store %s: %s: %s: %s%s", self._name, side, kind, text, then)
 

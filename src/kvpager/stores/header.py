@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -78,6 +78,9 @@ class Header:
     itemsize: int = 1
     sums: tuple[int, ...] = ()
     sizes: Sizes | None = None
+
+    TENANT_AT: ClassVar[int] = _FIXED_BYTES - TENANT_BYTES
+    """Where in a blob its tenant stands."""
 
     @property
     def alone(self) -> bool:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvpager.ports import Bytes
+from kvpager.stats import StoreStats
 from kvpager.stored import BlockHead, Scores, StoredBlock
 from kvpager.stores.backlog import Backlog, Erase, size_of
 from kvpager.stores.guard import Guard
 from kvpager.stores.limits import Limits
-from kvpager.stores.tier import Tier, TierSizes
+from kvpager.stores.probing import Prober
+from kvpager.stores.tier import FarTier, Tier, TierSizes
 from kvpager.stores.writer import Writer
 
 __all__ = ["Level"]
 
 _log = logging.getLogger("kvpager.stores")
 T = TypeVar("T")
+_LOOK_S = 0.05  # how often one looks whether it makes sense to wait on
 _READ_AT_ONCE = 8  # blocks a call of the tier, so that a slow one is left alone soon
 
 
@@ -28,15 +32,20 @@ class Level:
 
     guard   what keeps the tier's failures from here
     writer  what writes what waits
+    hits, misses  of heads that a pager asked for, as the chain counts them; read_bytes: of pages
     """
 
-    def __init__(self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float]) -> None:
-        """Opens the tier; what it raises but StoreError and OSError is raised."""
-        self.guard = Guard(opener, limits, clock)
+    def __init__(
+        self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float], far: bool = False
+    ) -> None:
+        """Opens the tier, which is a FarTier where it is `far`; what it raises but StoreError and OSError is raised."""
+        self.guard = Guard(opener, limits, clock, far)
+        self._prober = Prober(self.guard) if far else None
         self._backlog = Backlog()
         self.writer = Writer(self.guard, self._backlog, limits)
         self._limits = limits
         self._sizes = TierSizes()
+        self.hits = self.misses = self.read_bytes = 0
         if self.guard.tier is None and not self.guard.off:
             self.writer.wake()  # to open it later
 
@@ -64,20 +73,24 @@ class Level:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are there."""
-        there = self.guard.read(lambda tier: tier.contains(keys), [False] * len(keys))
-        waits, hides = self._backlog.block, self._backlog.hides
-        return [
-            waits(key) is not None or (is_there and not hides(key)) for key, is_there in zip(keys, there, strict=True)
-        ]
+        return self._as_written(keys, self.guard.read(lambda tier: tier.contains(keys), [False] * len(keys)))
+
+    def known(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which blocks are there, as far as is known without asking far away."""
+        tier = self.guard.tier
+        if not isinstance(tier, FarTier):
+            return self.contains(keys)
+        return self._as_written(keys, tier.known(keys))
 
     def heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:
         """Heads of blocks."""
-        waiting = [self._backlog.head(key) for key in keys]
-        rest = [key for key, head in zip(keys, waiting, strict=True) if head is None]
-        if not rest:
-            return waiting
-        stored = iter(self._backlog.heads(rest, self._stored_heads, self._limits.slow_s))
-        return [head if head is not None else next(stored) for head in waiting]
+        found = [self._backlog.head(key) for key in keys]
+        rest = [i for i, head in enumerate(found) if head is None]
+        if rest:
+            stored = self._backlog.heads([keys[i] for i in rest], self._stored_heads, self._limits.slow_s)
+            for i, head in zip(rest, stored, strict=True):
+                found[i] = head
+        return found
 
     def get(self, keys: Sequence[bytes]) -> list[Bytes | None]:
         """Pages of blocks."""
@@ -89,11 +102,12 @@ class Level:
             payloads = self._checked([keys[i] for i in some], lambda tier, keys: tier.get(keys))
             for i, payload in zip(some, payloads, strict=True):
                 found[i] = payload
+        self.read_bytes += sum(payload.nbytes for payload in found if payload is not None)
         return found
 
     def put(self, blocks: Sequence[StoredBlock]) -> int:
         """Take blocks; returns how many of the first are taken, or there."""
-        there = self.contains([block.head.key for block in blocks])
+        there = self.known([block.head.key for block in blocks])
         for taken, (block, is_there) in enumerate(zip(blocks, there, strict=True)):
             size = size_of(block)
             if is_there or self._backlog.block(block.head.key) is not None:
@@ -161,24 +175,74 @@ class Level:
         self._sizes = self.guard.read(lambda tier: tier.sizes(), self._sizes)
         return self._sizes
 
+    def blocks(self, keys: Sequence[bytes]) -> list[StoredBlock]:
+        """Blocks whole, as far as they are there."""
+        heads = self.heads(keys)
+        there = [head for head in heads if head is not None]
+        payloads = self.get([head.key for head in there])
+        return [StoredBlock(head, one) for head, one in zip(there, payloads, strict=True) if one is not None]
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes of this tier."""
+        sizes = self.sizes()
+        waiting, waiting_bytes = self.waiting
+        return StoreStats(
+            state=self.guard.state,
+            blocks=sizes.blocks,
+            records=sizes.records,
+            payload_bytes=sizes.payload_bytes,
+            bytes=sizes.bytes,
+            limit_bytes=sizes.limit_bytes,
+            hits=self.hits,
+            misses=self.misses,
+            read_bytes=self.read_bytes,
+            stored=self.writer.stored,
+            stored_bytes=self.writer.stored_bytes,
+            skipped=self.writer.skipped,
+            waiting=waiting,
+            waiting_bytes=waiting_bytes,
+            dropped=sizes.dropped,
+            damaged=self.damaged,
+            errors=dict(self.guard.errors),
+        )
+
     def close(self, timeout: float, unread: bool) -> None:
         """Write what waits, for so many seconds at most, and close the tier, unless a call of it goes on.
 
         unread  whether nobody reads it any more
         """
-        written = self.writer.flush(timeout)
+        written = self._flush(timeout)
         ended = self.writer.stop(1.0)
+        if self._prober is not None:
+            self._prober.stop(1.0)
         if not written:
             blocks, size = self.waiting
             _log.warning("store: closed with %d blocks (%d bytes with records) not written", blocks, size)
         if ended and unread:  # else a call hangs, and closing would too
             self.guard.close()
 
+    def _flush(self, timeout: float) -> bool:
+        """Write what waits; a far tier that can't be written to is not waited for."""
+        if self._prober is None:
+            return self.writer.flush(timeout)
+        ends = time.monotonic() + timeout
+        while not (written := self.writer.flush(max(0.0, min(_LOOK_S, ends - time.monotonic())))):
+            if self.guard.tier is None or self._refuses or time.monotonic() >= ends:
+                break
+        return written
+
     @property
     def _refuses(self) -> bool:
         """Whether nothing is taken: writing has failed, and not because another process writes."""
         writing = self.guard.writing
         return self.guard.off or (writing.reason not in (None, "locked") and writing.wait_s > 0)
+
+    def _as_written(self, keys: Sequence[bytes], there: Sequence[bool]) -> list[bool]:
+        """Which blocks will be there when all that waits is written."""
+        waits, hides = self._backlog.block, self._backlog.hides
+        return [
+            waits(key) is not None or (is_there and not hides(key)) for key, is_there in zip(keys, there, strict=True)
+        ]
 
     def _stored_heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:
         return self._checked(keys, lambda tier, keys: tier.heads(keys))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvpager.ports import Bytes
 from kvpager.stored import BlockHead, Scores, StoredBlock
 
-__all__ = ["Tier", "TierSizes"]
+__all__ = ["FarTier", "Tier", "TierSizes"]
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,18 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give up files and claims; idempotent."""
+
+
+@runtime_checkable
+class FarTier(Tier, Protocol):
+    """A tier whose calls cross a network, and which other nodes share.
+
+    Every call ends in bounded time: one that somebody waits for (reading, `claim`) within the tier's time-out, but for
+    several of them where many bytes are read. `contains` asks for all keys together, and `release` does not wait.
+    """
+
+    def known(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks are known to be there, without asking."""
+
+    def probe(self) -> None:
+        """Try whether reading works; raises StoreError where it does not."""
