@@ -58,6 +58,14 @@ class Answers:
             self._finish(choice, reason, now, error=error)
         self._forget(request)
 
+    def abandon(self, now: float) -> None:
+        """End all requests; neither that nor their sessions are kept."""
+        for request in list(self.requests.values()):
+            if request.session is not None:
+                request.session.kept = False
+            self.end(request, "abort", now)
+        self.outputs.clear()
+
     def take(self) -> list[Output]:
         """What is to be given out now."""
         outputs, self.outputs = self.outputs, []

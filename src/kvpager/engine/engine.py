@@ -222,6 +222,13 @@ class Engine:
         self._answers.end(request, "abort", self._clock())
         return True
 
+    def abandon(self) -> None:
+        """Let go of all requests: another engine goes on with them. Nothing of it is told, here or to a journal."""
+        self._answers.abandon(self._clock())
+        self._retold = []
+        if self._teller is not None:
+            self._teller.forget()
+
     @property
     def has_work(self) -> bool:
         """Whether a step would have something to do or to tell."""
@@ -328,6 +335,11 @@ class Engine:
         Requests that run go on, and their sessions are not saved. Raises InputError without a store.
         """
         return self._sessions.erase(salt)
+
+    def warm(self, keys: Sequence[bytes]) -> None:
+        """Stored blocks that requests will want soon, the most wanted first: a hint."""
+        if self._store is not None:
+            self._store.prefetch(keys)
 
     # -- looking, and the end
 
