@@ -150,3 +150,31 @@ def test_a_prefix_is_shared_once_it_was_found_again(folder: Path, redis_server: 
 def test_a_redis_that_is_not_there_costs_nothing_but_the_hits(folder: Path) -> None:
     loaded, store = load(folder), StoreOptions.at([f"redis://127.0.0.1:{free_port()}"], publish="all")
     assert answer(loaded, store, (b"", b"")) == (answer(loaded, None, (b"", b""))[0], 0)
+
+
+@pytest.mark.promise(4)
+@pytest.mark.parametrize("fault", ["kill", "pause", "empty", "damage"])
+def test_what_befalls_redis_while_requests_run_changes_no_answer(
+    folder: Path, redis_server: RedisServer, fault: str
+) -> None:
+    loaded, store = load(folder), StoreOptions.at([redis_server.url], publish="all", timeout_s=0.2)
+    wanted, _ = answer(loaded, None)
+    answer(loaded, store)
+    engine = build.make_engine(loaded, PagerOptions(pool="512", swap="memory"), EngineConfig(), store=store)
+    try:
+        engine.add("one", PROMPT, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+        client = redis_server.client()
+        if fault == "damage":
+            for name in client.keys("kvpager:b:*"):
+                client.setrange(name, client.strlen(name) - 9, b"damaged!")
+        {"kill": redis_server.kill, "pause": redis_server.pause, "empty": client.flushall, "damage": bool}[fault]()
+        ids: list[int] = []
+        while engine.has_work:
+            for output in engine.step():
+                assert output.finish_reason != "error"
+                ids += output.token_ids
+        engine.check()
+        assert [ids] == wanted
+    finally:
+        redis_server.resume()
+        engine.close()

@@ -104,10 +104,7 @@ class FrameStorage(Protocol):
         """Bytes of one token of an open page: its keys [D], then its values [D], as they are held until it is full."""
 
     def tokens(self, frames: IntArray, offsets: IntArray) -> Bytes:
-        """One token of each frame's open page, at `offsets` [n] in it: uint8 [n, token_bytes], bit-equal.
-
-        Made for a token of each page of a step's sequences. A frame may stand in `frames` several times.
-        """
+        """One token of each frame's open page, at `offsets` [n] in it: uint8 [n, token_bytes]; frames may repeat."""
 
     def put_tokens(self, frames: IntArray, tokens: Bytes) -> None:
         """Make frames hold open pages of these tokens, the first of each: uint8 [n, fewer than P, token_bytes].

@@ -13,6 +13,7 @@ from kvpager.cli.serve import Maker, service_options
 from kvpager.cli.store_options import store_options
 from kvpager.engine.engine import EngineConfig
 from kvpager.server.service import Service
+from tests.redis_rig import RedisServer
 
 
 @pytest.mark.parametrize(
@@ -84,9 +85,10 @@ def test_names_limits_and_keys_come_from_the_options(tmp_path: Path, monkeypatch
     assert named.names == ("x", "y")
 
 
-def started(model: str, path: Path) -> str:
+def started(model: str, *places: Path | str) -> str:
     """What is told when the server is ready, on a store."""
-    args = build_parser().parse_args(["serve", model, "--threads", "1", "--store", str(path)])
+    more = [word for place in places for word in ("--store", str(place))]
+    args = build_parser().parse_args(["serve", model, "--threads", "1", *more])
     args.model = args.served
     paging = PagerOptions(pool="512", swap="memory")
     maker = Maker(args, paging, EngineConfig(max_num_seqs=2), store_options(args, paging))
@@ -110,3 +112,16 @@ def test_a_store_that_is_another_applications_is_told_and_served_without(model: 
     path.write_text("Dear diary, this is no store.")
     assert f"store: {path} is out of use (off); requests are served without it" in started(model, path)
     assert path.read_text() == "Dear diary, this is no store."
+
+
+@pytest.mark.promise(4)
+def test_both_stores_are_told_and_no_password(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "store.db"
+    told = started(model, "redis://:s3cret@127.0.0.1:1", path)
+    assert f"store: {path} holds 0 blocks" in told
+    assert "store: redis://127.0.0.1:1 is out of use (io); requests are served without it" in told
+    assert "s3cret" not in told + "".join(capfd.readouterr())
+
+
+def test_a_redis_alone_is_told(model: str, redis_server: RedisServer) -> None:
+    assert "holds 0 blocks and 0 sessions, 0 of at most 10240 MiB in Redis" in started(model, redis_server.url)

@@ -244,3 +244,17 @@ def test_unneeded_fields_take_no_memory_and_read_as_nan():
 def test_a_field_that_does_not_exist_is_refused_by_name():
     with pytest.raises(ValueError, match="colour"):
         AttentionScorer(1, 1, {"colour"}, 0.9, 2)
+
+
+@pytest.mark.parametrize("field", ["estimate", "mass", "total", "window", "last"])
+def test_standing_is_the_share_of_others_that_are_looked_at_less(field):
+    made = scorer(frozenset({field}))
+    kept = made._pages[field]
+    kept[:, :4] = np.arange(4, dtype=kept.dtype)[None, :, None]
+    kept[0, 3, 0] += 1
+    assert made.standing(np.array([0, 1, 3]), np.arange(4)).tolist() == [0.0, 0.25, 0.75]
+    assert made.standing(np.array([3]), np.array([], np.int64)).tolist() == [0.0]
+
+
+def test_without_a_score_all_stand_alike():
+    assert scorer(frozenset()).standing(np.array([0, 1]), np.arange(4)).tolist() == [0.0, 0.0]

@@ -268,6 +268,48 @@ def test_a_store_is_refused_where_pages_are_dropped_for_good():
         Pager(SMALL, PagerConfig(pool=100, mode="discard", budget=64), store=MemoryStore())
 
 
+class Choosy(MemoryStore):
+    """A store that takes what was found again or is to be shared, as one that nodes share does."""
+
+    chosen: set[bytes]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = set()
+
+    def wants(self, keys):
+        return [key in self.chosen and key not in self.shelf.blocks for key in keys]
+
+    def publish(self, keys):
+        self.chosen.update(keys)
+
+    def update(self, news, tick):
+        super().update(news, tick)
+        new = {one.key for one in news if one.hits} - self.chosen
+        self.chosen |= new
+        return list(new)
+
+
+def test_what_a_store_wants_later_is_offered_again():
+    store = Choosy()
+    fed = Fed(store)
+    for hits in range(3):
+        sequence = fed.open(PROMPT)
+        fed.run(sequence, PROMPT)
+        fed.pager.close(sequence)
+        assert len(store.shelf.blocks) == (12 if hits else 0)
+
+
+def test_what_is_to_be_shared_is_offered_again_though_it_was_not_wanted():
+    store = Choosy()
+    fed = Fed(store)
+    sequence = fed.open(PROMPT)
+    fed.run(sequence, PROMPT)
+    keys = list(sequence.keys)
+    fed.pager._state.keeper.publish([*keys[:4], bytes(32)])
+    assert set(store.shelf.blocks) == set(keys[:4])
+
+
 def test_prefetch_names_what_a_prompt_will_want():
     store = restarted(MemoryStore())
     fed = Fed(store)

@@ -79,7 +79,7 @@ class FakeEngine:
         self.salts: dict[str, bytes] = {}
         self.priorities: dict[str, int] = {}
         self.requests: dict[str, SimpleNamespace] = {}
-        self.store_state: str | None = None
+        self.store_states: dict[str, str] = {}
         self.journal = journal
 
     def add(

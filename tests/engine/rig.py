@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from kvpager import PagerConfig
+from kvpager.config import DType
 from kvpager.engine.engine import Engine, EngineConfig
 from kvpager.engine.outputs import Output
 from kvpager.engine.params import SamplingParams
@@ -47,10 +48,11 @@ def engine(
     clock: Any = None,
     store: BlockStore | None = None,
     journal: JournalSink | None = None,
+    kv_dtype: DType | None = None,
     **settings: Any,
 ) -> Iterator[Engine]:
     """An engine whose books balance at the end."""
-    more = {} if clock is None else {"clock": clock}
+    more: dict[str, Any] = {"kv_dtype": kv_dtype, **({} if clock is None else {"clock": clock})}
     one = Engine(loaded(name, end_ids), pager, EngineConfig(**settings), store=store, journal=journal, **more)
     try:
         yield one

@@ -117,9 +117,13 @@ def test_what_was_left_or_is_stopped_waits_for_nothing(leaves: bool) -> None:
             if leaves:
                 async with aclosing(engine.generate("b", PROMPT, params(3))) as again:
                     reading = asyncio.ensure_future(collected(again))
-                    await until(lambda: not fake.requests)
-                    for done in journal.waiting:
-                        done()
-                    assert text_of(await reading) == "the"
+
+                    def over() -> bool:
+                        for done in journal.waiting:
+                            done()
+                        return reading.done()
+
+                    await until(over)
+                    assert text_of(await reading) == "the "
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpager.config import PagerConfig
+from kvpager.config import DType, PagerConfig
 from kvpager.engine.engine import Engine
 from kvpager.engine.params import SamplingParams
 from kvpager.errors import EngineStopped, InputError
@@ -53,12 +53,16 @@ def told(answers: Answers, name: str, n: int) -> list[Any]:
 class Cut:
     """A request in an engine with a journal, until `steps` of it have been run; then everything else of it is gone."""
 
-    def __init__(self, given: SamplingParams, steps: int, pager: PagerConfig = BUDGETED, length: int = 75) -> None:
-        self.pager, self.params = pager, given
-        self.store, self.journal = MemoryStore(), MemoryJournal(page_size=pager.page_size)
+    def __init__(
+        self, given: SamplingParams, steps: int, pager: PagerConfig = BUDGETED, kv_dtype: DType | None = None
+    ) -> None:
+        self.params = given
+        self.kind: dict[str, Any] = {"pager": pager, "kv_dtype": kv_dtype, "max_num_batched_tokens": 80}
+        self.store, self.journal = MemoryStore(), MemoryJournal()
         self.before = Answers()
-        engine = Engine(rig.loaded(), pager, rig_config(), store=self.store, journal=self.journal, clock=lambda: 0.0)
-        engine.add("one", prompt(length, 4), given, deadline=100.0, client=b"who")
+        stores: dict[str, Any] = {"store": self.store, "journal": self.journal, "kv_dtype": kv_dtype}
+        engine = Engine(rig.loaded(), pager, rig_config(), clock=lambda: 0.0, **stores)
+        engine.add("one", prompt(75, 4), given, deadline=100.0, client=b"who")
         for _ in range(steps):
             self.before.take(engine.step())
         self.ended = not engine.has_work
@@ -69,22 +73,21 @@ class Cut:
         return one
 
     def undisturbed(self) -> list[Any]:
-        with rig.engine(pager=self.pager, store=MemoryStore(), max_num_batched_tokens=80) as engine:
-            engine.add("one", prompt(len(self.resumable().accepted.prompt), 4), self.params)
+        with rig.engine(store=MemoryStore(), **self.kind) as engine:
+            engine.add("one", prompt(75, 4), self.params)
             return told(run(engine), "one", self.params.n)
 
     def goes_on(self, resumable: Resumable, store: MemoryStore | None = None) -> Answers:
         """The rest of it in another engine, which begins with all that was said."""
-        journal = MemoryJournal(page_size=self.pager.page_size)
+        journal = MemoryJournal()
         store = self.store.reopened() if store is None else store
-        with rig.engine(pager=self.pager, store=store, journal=journal, max_num_batched_tokens=80) as engine:
+        with rig.engine(store=store, journal=journal, **self.kind) as engine:
             engine.resume(resumable)
             answers = Answers()
             answers.take(engine.step())
             for place, tokens in enumerate(resumable.outputs):
                 assert answers.tokens.get(("one", place), [])[: len(tokens)] == list(tokens)
             run(engine, answers)
-            self.prefix = engine.stats().pager
         (again,) = journal.resumables()
         assert [list(tokens) for tokens in again.outputs] == [answers.tokens["one", i] for i in range(self.params.n)]
         assert all(end is not None for end in again.told)
@@ -103,7 +106,7 @@ def test_a_request_goes_on_in_another_engine_as_if_undisturbed(kind: str, data: 
     given_params = params(kind)
     steps = data.draw(st.integers(0, given_params.max_tokens or 0))
     pager = data.draw(st.sampled_from([SMALL, BUDGETED]))
-    cut = Cut(given_params, steps, pager)
+    cut = Cut(given_params, steps, pager, data.draw(st.sampled_from([None, "bfloat16", "float16", "int8"])))
     resumable = cut.resumable()
     assert resumable.accepted.client == b"who"
     assert resumable.accepted.seconds == 100.0
@@ -150,6 +153,19 @@ def test_every_step_is_told_and_no_more_of_it_however_long_the_answer() -> None:
     slot = max(slots for _, slots in sizes)
     assert set(sizes) == {(0, slot), (32, 0)}
     assert cut.store.published == [cut.resumable().saved[0].keys[i : i + 32] for i in range(0, 7 * 32, 32)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_after_its_end_nothing_is_left_that_only_it_could_go_on_with(kept: bool) -> None:
+    store, journal, plain = MemoryStore(), MemoryJournal(), MemoryStore()
+    session = {"session": "talk"} if kept else {}
+    for one, more in ((plain, {}), (store, {"journal": journal})):
+        with rig.engine(pager=BUDGETED, store=one, **more) as engine:
+            engine.add("one", prompt(75, 4), greedy(60), **session)
+            run(engine)
+            assert engine.pager.stats().sequences == 0
+    assert set(store.shelf.blocks) == set(plain.shelf.blocks)
+    assert len(store.published) == 8  # full blocks, while it ran
 
 
 def test_answers_that_have_ended_are_told_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +13,10 @@ from kvpager import PagerConfig, build
 from kvpager.engine.engine import Engine, EngineConfig
 from kvpager.engine.outputs import Output
 from kvpager.server.service import Served
+from kvpager.stored import BlockStore
+from kvpager.stores import open_store, redis_tier
 from tests.memory_store import MemoryStore
+from tests.redis_rig import free_port
 from tests.server.harness import NAME, LiveServer, error_of, fake_server
 from tests.small_llm import CONTEXT
 
@@ -21,7 +25,7 @@ FIRST, SECOND = ({"Authorization": f"Bearer {key}"} for key in KEYS)
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom."
 
 
-def stored_server(folder: str, store: MemoryStore, **options: Any) -> LiveServer:
+def stored_server(folder: str, store: BlockStore, **options: Any) -> LiveServer:
     """A server over the tiny model whose engine keeps what it computes."""
 
     def make() -> Served:
@@ -52,6 +56,21 @@ def test_a_conversation_goes_on_after_a_restart(folder: str) -> None:
         assert figures["store"]["blocks"] > 0
     with stored_server(folder, MemoryStore()) as server:
         assert server.complete(text, **settings)["choices"][0]["text"] == second["choices"][0]["text"]
+
+
+def test_both_tiers_of_a_store_are_told(folder: str, tmp_path: Path) -> None:
+    far = redis_tier(f"redis://:s3cret@127.0.0.1:{free_port()}")
+    store = open_store(tmp_path / "store.db", limit_bytes=2**26, far=far)
+    with stored_server(folder, store) as server:
+        server.complete(TEXT, max_tokens=4, temperature=0)
+        states = {"store": "io", "stores": {"local": "ok", "shared": "io"}}
+        assert server.client.get("/health").json() == {"status": "ok", "state": "ready", **states}
+        assert server.client.get("/ready").json() == {"status": "ready", **states}
+        told = server.client.get("/stats")
+        tiers = told.json()["store"]["tiers"]
+        assert (tiers["local"]["state"], tiers["shared"]["state"]) == ("ok", "io")
+        assert tiers["shared"]["errors"]["io"] >= 1
+        assert "s3cret" not in told.text
 
 
 def test_an_answer_whose_reader_left_is_written_on_for_the_same_request(folder: str) -> None:

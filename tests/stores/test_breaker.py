@@ -57,3 +57,23 @@ def test_a_clock_that_jumps_back_makes_no_pause_longer() -> None:
     assert breaker.wait_s == 2.0
     clock.now += 2
     assert breaker.ready()
+
+
+def test_what_is_slow_again_soon_is_left_alone_for_longer() -> None:
+    clock = Clock()
+    breaker = Breaker(LIMITS, clock)
+    breaker.failed("slow", at_once=True)
+    for pause in (2.0, 4.0, 5.0, 5.0):
+        assert breaker.wait_s == pause
+        clock.now += pause
+        assert breaker.ready()
+        breaker.succeeded()  # little was asked of it
+        breaker.succeeded()
+        clock.now += 1
+        breaker.failed("slow", at_once=True)
+    clock.now += 5
+    breaker.succeeded()
+    clock.now += 5
+    breaker.succeeded()  # for as long as the longest pause it was quick
+    breaker.failed("slow", at_once=True)
+    assert breaker.wait_s == 2.0

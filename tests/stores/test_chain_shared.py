@@ -196,6 +196,20 @@ def test_a_far_tier_that_answers_again_is_used_again(near: FakeTier, far: FakeFa
     assert far.closed
 
 
+def test_a_far_tier_that_is_slow_is_left_alone(near: FakeTier, far: FakeFar) -> None:
+    clock = Clock()
+    far.put([block(number) for number in range(40)])
+
+    def passes(name: str) -> None:
+        clock.now += 0.3 if name == "get" else 0.0
+
+    far.before = passes
+    chain = Chain([], Limits(close_s=0.5), clock, Far(lambda: far, Publishing(), slow_s=0.2))
+    assert sum(payload is not None for payload in chain.get([key_of(number) for number in range(40)])) == 24
+    assert chain.stats().state == "slow"
+    chain.close()
+
+
 def test_a_near_store_is_not_held_back_by_a_far_one_that_takes_nothing(
     make: Make, near: FakeTier, far: FakeFar
 ) -> None:

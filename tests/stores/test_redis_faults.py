@@ -233,7 +233,7 @@ def test_rights_that_are_taken_away_while_it_runs(
 ) -> None:
     client = redis_server.client()
     rights = ["ACL", "SETUSER", "node", "reset", "on", ">s3cret", "~kvpager:*"]
-    client.execute_command(*rights, "+@all", "-@dangerous", "+info")
+    client.execute_command(*rights, "+@read", "+@write", "+@scripting", "+@connection")
     chain = opened(url_of(redis_server.port, "node:s3cret@"))
     fill(chain)
     assert found(chain) == len(NUMBERS)
@@ -242,13 +242,13 @@ def test_rights_that_are_taken_away_while_it_runs(
     assert found(chain) == 0
     assert state(chain) == "auth"
     uses(chain)
-    client.execute_command(*rights, "+@all", "-@dangerous", "+info")
+    client.execute_command(*rights, "+@read", "+@write", "+@scripting", "+@connection")
     works_again(chain)
     client.execute_command("ACL", "DELUSER", "node")  # which ends its connections
     found(chain)
     uses(chain)
     until(lambda: state(chain) == "auth" or found(chain) < 0, "a user that is gone is not told", 10)
-    client.execute_command(*rights, "+@all", "-@dangerous", "+info")
+    client.execute_command(*rights, "+@read", "+@write", "+@scripting", "+@connection")
     works_again(chain)
     assert "s3cret" not in caplog.text
 

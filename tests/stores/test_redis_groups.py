@@ -22,6 +22,8 @@ BLOCKS = [made_block(seed) for seed in range(60)]
 KEYS = [block.head.key for block in BLOCKS]
 TIMEOUT_S = 5.0
 
+pytestmark = pytest.mark.slow  # a cluster, or sentinels, take two seconds to come together
+
 
 @pytest.fixture
 def sharded(redis_cluster: RedisCluster) -> Iterator[RedisStore]:

@@ -354,5 +354,5 @@ def store_line(place: str, stats: StoreStats) -> str:
         return f"store: {place} is out of use ({stats.state}); requests are served without it"
     return (
         f"store: {place} holds {stats.blocks} blocks and {stats.records} sessions, {stats.bytes / MIB:.0f} of at most "
-        f"{stats.limit_bytes / MIB:.0f} MiB, pages of prompts among them"
+        f"{stats.limit_bytes / MIB:.0f} MiB {'in Redis' if '://' in place else 'on disk'}, pages of prompts among them"
     )

@@ -8,6 +8,7 @@ is found without reading a page, and read without computing one.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = ["Keeper", "Wanted"]
 BATCH = 8  # blocks that are handed to the store together: about 3 MB of a small model
 DIGESTS = 32  # blocks whose digests are put in place together: about a megabyte, which stays in a cache
 MOST_LOST = 1 << 16
+SAMPLE = 256  # blocks with which others are compared
 TICK_MOST = 1 << 30  # a clock that went further than this begins anew, for ticks are int32
 
 
@@ -246,6 +248,13 @@ class Keeper:
         if name is not None:
             self._lost.discard(name.key)
 
+    def publish(self, keys: Iterable[bytes]) -> None:
+        """Have the store share these blocks with other nodes; those that are held here are offered to it once more."""
+        keys = list(keys)
+        self.store.publish(keys)
+        self._pending.update((row, None) for key in keys if (row := self._state.blocks.find(key)) is not None)
+        self.flush()
+
     def flush(self) -> None:
         """Give the store what it has room for; the others wait, in their frames and in swap, where they are anyway."""
         size = self._pages * self._state.page_bytes
@@ -306,6 +315,13 @@ class Keeper:
         mark = self._mark
         return [mark + one.tobytes() for one in self._state.scorer.dump(rows)]
 
+    def _ranks(self, rows: IntArray) -> list[float]:
+        """Where blocks stand among all that are held, by a sample of them."""
+        named = self._state.blocks.named
+        sample = np.array(named[:: max(1, len(named) // SAMPLE)], np.int64)
+        ranks: list[float] = self._state.scorer.standing(rows, sample).tolist()
+        return ranks
+
     # -- what becomes of them
 
     def tell(self, rows: IntArray) -> None:
@@ -314,8 +330,11 @@ class Keeper:
         names = [(row, name) for row, name in names if row not in self._pending]
         if not names:
             return
-        scores = self._scores(np.array([row for row, _ in names]))
-        news = [Scores(name.key, one, name.hits) for (_, name), one in zip(names, scores, strict=True)]
+        told = np.array([row for row, _ in names])
+        scores, ranks = self._scores(told), self._ranks(told)
+        news = [
+            Scores(name.key, one, name.hits, rank) for (_, name), one, rank in zip(names, scores, ranks, strict=True)
+        ]
         for _, name in names:
             name.hits = 0
         wanted = set(self.store.update(news, self._state.residency.clock.tick))
@@ -332,6 +351,13 @@ class Keeper:
         self.skipped += len(waiting) - taken
         for row in waiting:
             del self._pending[row]
+
+    def drop(self, keys: list[bytes]) -> None:
+        """Forget blocks, here and in the store."""
+        for row in [row for key in keys if (row := self._state.blocks.find(key)) is not None]:
+            self._pending.pop(row, None)
+            self._state.blocks.unname(row)
+        self.store.drop(keys)
 
     def close(self) -> None:
         """Give the store what it will take, and the scores of all blocks."""

@@ -60,6 +60,13 @@ class Lasting(Looking):
         return [None] * len(marked) if keeper is None else telling.tell(self._state, keeper, marked, scores)
 
     @changes
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Let nobody go on with blocks of these keys any more, here and in the store: a mark's `own`, after the end."""
+        self._check_up()
+        if self._state.keeper is not None:
+            self._state.keeper.drop(list(keys))
+
+    @changes
     def restore(self, saved: SavedSequence, token_ids: Iterable[int], salt: bytes = b"") -> Sequence | None:
         """A sequence that goes on from a saved one with a prompt, `token_ids`; `salt` as when it was opened.
 

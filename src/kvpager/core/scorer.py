@@ -36,6 +36,7 @@ Numbers = npt.NDArray[Any]
 _Entry = TypeVar("_Entry")
 
 SEEN_MAX = 255
+_ATTENTION = ("estimate", "mass", "total", "window", "last")  # fields that tell how much a page is looked at
 MOST_WAITING = 1 << 18  # pages and estimates that wait for the books: about 8 MiB
 RATIO_MAX = np.float32(6e4)  # estimates are held as float16, which ends at 65,504
 
@@ -303,6 +304,20 @@ class AttentionScorer:
             values = np.ascontiguousarray(known[:, start:stop]).view(array.dtype).reshape(shape)
             start = stop
             array[:, rows] = (np.minimum(values, tick) if name in ("last_used", "born") else values).swapaxes(0, 1)
+
+    def standing(self, rows: IntArray, others: IntArray) -> FloatArray:
+        """The share of `others` [m] whose pages have less attention on average than those of rows [n], float32 [n].
+
+        Zeros where the policy keeps nothing to go by.
+        """
+        self.settle()
+        name = next((name for name in _ATTENTION if name in self._pages), None)
+        if name is None or not others.size:
+            return np.zeros(len(rows), np.float32)
+        kept = self._pages[name]
+        means, theirs = (kept[:, some].astype(np.float32).mean(axis=(0, 2)) for some in (rows, others))
+        share: FloatArray = (theirs < means[:, None]).mean(axis=1, dtype=np.float32)
+        return share
 
     def resume(self, tick: int) -> None:
         """Layers have run until `tick` already: with a clock that goes on from another process's."""

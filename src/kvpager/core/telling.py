@@ -26,13 +26,14 @@ __all__ = ["Mark", "joined", "tell"]
 @dataclass
 class Mark:
     """How far a sequence was told: its tokens, its full blocks, the key of the last of these, and how many of them the
-    store knows the scores of.
+    store knows the scores of. `own` are keys of those that only this sequence goes on with.
     """
 
     length: int = 0
     blocks: int = 0
     parent: bytes = b""
     scored: int = 0
+    own: set[bytes] = field(default_factory=set)
 
     def begin_anew(self) -> None:
         """Nothing counts as told."""
@@ -108,6 +109,8 @@ def _keys(state: State, keeper: Keeper, sequence: Sequence, mark: Mark) -> list[
         key = name_block(state, keeper, sequence, depth, parent)
         if key is None:
             break
+        if depth >= len(sequence.keys):
+            mark.own.add(key)
         keys.append(key)
         parent = key
     return keys

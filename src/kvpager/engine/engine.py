@@ -365,7 +365,9 @@ class Engine:
     def store_states(self) -> dict[str, str]:
         """The state of each tier of the store, as in StoreStats, the nearest first; none where there is no store."""
         stats = None if self._store is None else self._store.stats()
-        return {} if stats is None else {name: tier.state for name, tier in stats.tiers.items()}
+        if stats is None:
+            return {}
+        return {name: tier.state for name, tier in (stats.tiers or {"local": stats}).items()}
 
     def check(self) -> None:
         """Assert that the books balance: the pager's, and that requests and sequences belong together."""

@@ -30,6 +30,8 @@ class Teller:
         self._pager, self._journal = pager, journal
         self._open: dict[str, int] = {}  # answers that have not ended, of the requests that the journal has
         self._marks: dict[_Key, tuple[Held, Mark]] = {}
+        # blocks that nobody will go on with when a request has ended; sessions keep theirs
+        self._own: dict[str, set[bytes]] = {}
         self._steps = 0
 
     def accept(self, request: Request, seed: int, seconds: float | None, session: str | None, client: bytes) -> None:
@@ -38,16 +40,19 @@ class Teller:
         if params.prompt_logprobs is not None:
             return
         self._open[request.id] = params.n
+        if session is None:
+            self._own[request.id] = set()
         given = (request.id, request.prompt, _told_params(params), request.priority, seconds, request.salt)
         self._journal.accept(Accepted(*given, session, seed, client))
 
     def again(self, accepted: Accepted, told: Sequence[Told]) -> None:
         """A request goes on that began elsewhere; `told` is all that its answers have come to, and may be known."""
         self._open[accepted.id] = sum(one.finish_reason is None for one in told)
+        if accepted.session is None:
+            self._own[accepted.id] = set()
         self._journal.accept(accepted)
         self._journal.step(told, _nothing)
-        if not self._open[accepted.id]:
-            del self._open[accepted.id]
+        self._end(accepted.id)
 
     def forget(self) -> None:
         """Tell nothing more of the requests that there were."""
@@ -64,12 +69,19 @@ class Teller:
             if one.finish_reason is not None:
                 self._marks.pop(key, None)
                 self._open[one.id] -= 1
-                if not self._open[one.id]:
-                    del self._open[one.id]
+                self._end(one.id)
         if told:
             self._journal.step(list(told.values()), done)
         else:
             done()
+
+    def _end(self, request_id: str) -> None:
+        """Forget a request once all its answers have ended, with the blocks that were its own."""
+        if not self._open[request_id]:
+            del self._open[request_id]
+            own = self._own.pop(request_id, None)
+            if own:
+                self._pager.drop(own)
 
     def _gained(self, running: Iterable[Request]) -> dict[_Key, Gained]:
         """What the sequences of running requests have gained, by answer."""
@@ -93,6 +105,10 @@ class Teller:
             if gained is None:
                 continue
             request = choice.request
+            if request.id in self._own:
+                own = self._marks[key][1].own
+                self._own[request.id] |= own
+                own.clear()
             singles = request.schedule.until(len(request.prompt)) if new else ()
             found[key] = replace(gained, singles=singles) if singles else gained
         return found

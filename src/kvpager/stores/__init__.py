@@ -119,9 +119,10 @@ def redis_tier(
     """
     redis_place(url)
     redis_py()
+    given = settings if settings is not None else RedisSettings()
 
     def opener() -> RedisStore:
-        store = RedisStore(url, settings, fence=fence)
+        store = RedisStore(url, given, fence=fence)
         try:
             store.open()
         except BaseException:
@@ -129,4 +130,4 @@ def redis_tier(
             raise
         return store
 
-    return Far(opener, publishing if publishing is not None else Publishing())
+    return Far(opener, publishing if publishing is not None else Publishing(), given.timeout_s)

@@ -14,7 +14,8 @@ class Breaker:
     """Says whether a thing may be tried, from how its calls went.
 
     After so many failures one after the other it opens: nothing is tried for a pause. Then one call may try again; if
-    that fails, the pause is twice as long. A success closes it. Safe to use from several threads.
+    that fails, the pause is twice as long. A success closes it. What was slow may be quick when little is asked of it:
+    if it is slow again soon, the next pause is twice as long as the last one. Safe to use from several threads.
 
     reason  the kind of failure that opened it; None while it is closed
     """
@@ -28,6 +29,7 @@ class Breaker:
         self._failures = 0
         self._pause = limits.pause_s
         self._until = 0.0
+        self._was_slow = False
 
     @property
     def wait_s(self) -> float:
@@ -50,17 +52,20 @@ class Breaker:
         with self._lock:
             was, self.reason = self.reason, None
             self._failures = 0
-            self._pause = self._limits.pause_s
+            if not (self._was_slow and self._clock() - self._until < self._limits.longest_pause_s):
+                self._was_slow = False
+                self._pause = self._limits.pause_s
             return was is not None
 
     def failed(self, kind: str, at_once: bool = False) -> bool:
         """A call failed, or was slow; returns whether the breaker is open now. `at_once`: one failure is enough."""
         with self._lock:
             self._failures += 1
-            if self.reason is not None:
-                self._pause = min(2 * self._pause, self._limits.longest_pause_s)
-            elif not at_once and self._failures < self._limits.failures:
+            if self.reason is None and not at_once and self._failures < self._limits.failures:
                 return False
+            if self.reason is not None or self._was_slow:
+                self._pause = min(2 * self._pause, self._limits.longest_pause_s)
+            self._was_slow = kind == "slow"
             self.reason = kind
             self._until = self._clock() + self._pause
             return True

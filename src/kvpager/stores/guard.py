@@ -41,11 +41,11 @@ class Guard:
     """
 
     def __init__(
-        self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float], far: bool = False
+        self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float], far_s: float | None = None
     ) -> None:
         """Opens the tier. What `opener` raises but StoreError and OSError (a missing package, say) is raised.
 
-        far  whether calls cross a network: while reading fails, nobody who waits for an answer tries it again
+        far_s  for a far tier: a read that takes longer is slow, and while reading fails nobody who waits tries it again
         """
         self.tier: Tier | None = None
         self.off = False
@@ -57,7 +57,8 @@ class Guard:
         self._clock = clock
         self._told: set[tuple[str, str]] = set()
         self._name = "tier"
-        self._far = far
+        self._far = far_s is not None
+        self._slow_s = limits.slow_s if far_s is None else far_s
         self.alarm: Callable[[], None] = lambda: None
         self._closed = False
         self._lock = threading.Lock()  # of `errors` and `_told`: several threads may read at once
@@ -168,9 +169,9 @@ class Guard:
             self._again("opening")
 
     def _timed(self, side: str, breaker: Breaker, begun: float) -> None:
-        if self._clock() - begun > self._limits.slow_s:
+        if self._clock() - begun > self._slow_s:
             opened = breaker.failed("slow")
-            self._count(side, "slow", f"calls take longer than {self._limits.slow_s:g} s", opened)
+            self._count(side, "slow", f"calls take longer than {self._slow_s:g} s", opened)
         elif breaker.succeeded():
             self._again(side)
 

@@ -36,11 +36,14 @@ class Level:
     """
 
     def __init__(
-        self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float], far: bool = False
+        self, opener: Callable[[], Tier], limits: Limits, clock: Callable[[], float], far_s: float | None = None
     ) -> None:
-        """Opens the tier, which is a FarTier where it is `far`; what it raises but StoreError and OSError is raised."""
-        self.guard = Guard(opener, limits, clock, far)
-        self._prober = Prober(self.guard) if far else None
+        """Opens the tier; what it raises but StoreError and OSError is raised.
+
+        far_s  for a FarTier: a read that takes longer is slow
+        """
+        self.guard = Guard(opener, limits, clock, far_s)
+        self._prober = None if far_s is None else Prober(self.guard)
         self._backlog = Backlog()
         self.writer = Writer(self.guard, self._backlog, limits)
         self._limits = limits

@@ -20,7 +20,7 @@ from kvpager.stores.redis_links import Command, Gone, fenced, redis_py
 from kvpager.stores.redis_names import SAVE, STORE, TICK, Names
 from kvpager.stores.redis_settings import RedisSettings
 from kvpager.stores.redis_url import redis_place
-from kvpager.stores.redis_values import as_bytes, block_of, header_of, learned_by, whole_header
+from kvpager.stores.redis_values import as_bytes, as_number, block_of, header_of, learned_by, whole_header
 from kvpager.stores.rows import seal, unseal
 from kvpager.stores.tier import TierSizes
 
@@ -83,7 +83,7 @@ class RedisStore:
     def open(self) -> None:
         """See whether it answers, and what it holds. Raises StoreError."""
         tick = self.client.run([("GET", self._tick_name)])[0]
-        self.tick = max(self.tick, 0 if tick is None or isinstance(tick, Gone) else int(tick))
+        self.tick = max(self.tick, as_number(tick))
         self.books.look()
 
     def probe(self) -> None:

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvpager.errors import StoreUnavailable
 from kvpager.stores.redis_client import RedisClient
 from kvpager.stores.redis_links import Command, Gone
 from kvpager.stores.redis_names import FORGET, RESERVE, Names
+from kvpager.stores.redis_values import as_number
 from kvpager.stores.tier import TierSizes
 
 __all__ = ["BLOCK", "RECORD", "Books", "Entry"]
@@ -77,7 +79,7 @@ class Books:
         names = [self._names.books(part)[2] for part in range(self._parts)]
         replies = self._client.run([("HMGET", name, *_SUMS) for name in names])
         for part, reply in enumerate(replies):
-            if not isinstance(reply, Gone):
+            if isinstance(reply, list):
                 self._note(part, reply)
 
     def _reserve(self, by_part: dict[int, list[str | bytes | int]], limit_bytes: int) -> list[tuple[bytes, bytes]]:
@@ -91,13 +93,15 @@ class Books:
         for part, reply in zip(by_part, replies, strict=True):
             if isinstance(reply, Gone):
                 continue
+            if not isinstance(reply, list) or len(reply) != 2:
+                raise StoreUnavailable("io", f"Redis at {self._client.place} answers what makes no sense")
             members, sums = reply
             gone += [(member[:1], member[1:]) for member in members]
             self._note(part, sums)
         return gone
 
     def _note(self, part: int, sums: Sequence[bytes | None]) -> None:
-        blocks, records, payload, held, dropped = (max(0, int(one or 0)) for one in sums)
+        blocks, records, payload, held, dropped = map(as_number, sums)
         with self._lock:
             self._held[part] = TierSizes(blocks, records, payload, held, 0, dropped)
 

@@ -37,9 +37,9 @@ class RedisClaims:
         with self._changed:
             if key in self._tokens:
                 return False
-        self._flush()  # what was given back here is free for us, too
         token = secrets.token_hex(16)
-        reply = self._client.run([self._command(CLAIM, key, token)])[0]
+        # with what is to be given back, which is free for us too
+        reply = self._client.run([*self._leaving(), self._command(CLAIM, key, token)])[-1]
         if isinstance(reply, Gone):
             return True  # nobody can be kept from it
         if reply:
@@ -92,12 +92,14 @@ class RedisClaims:
 
     def _flush(self) -> None:
         """Give back what is to be given back; what fails ends by itself."""
-        with self._changed:
-            leaving, self._given_back = self._given_back, []
-        if leaving:
-            commands: list[Command] = [("EVAL", RELEASE, 1, self._names.claim(key), token) for key, token in leaving]
+        if commands := self._leaving():
             with contextlib.suppress(StoreError):
                 self._client.run(commands)
+
+    def _leaving(self) -> list[Command]:
+        with self._changed:
+            leaving, self._given_back = self._given_back, []
+        return [("EVAL", RELEASE, 1, self._names.claim(key), token) for key, token in leaving]
 
     def _command(self, script: str, key: bytes, token: str) -> Command:
         names = self._names

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvpager.stores.deadline import Calls
-from kvpager.stores.redis_links import Command, Gone, Link, connect, told
+from kvpager.stores.redis_links import Command, Gone, connect, told
 from kvpager.stores.redis_url import RedisPlace
+from kvpager.stores.redis_values import as_number
 
 __all__ = ["RedisClient"]
 
@@ -35,7 +36,7 @@ class RedisClient:
     def keys(self, pattern: str) -> Iterator[list[bytes]]:
         """All keys of this form, some at a time; one may come twice. Raises StoreError."""
         for node in self._call(lambda link: link.nodes(), True):
-            cursor: Any = 0
+            cursor = b"0"
             while True:
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCANNED)
                 reply = self._checked(lambda link, on=node, one=command: link.execute_on(on, [one]), True)[0]
@@ -44,16 +45,8 @@ class RedisClient:
                 cursor, found = reply
                 if found:
                     yield found
-                if not int(cursor):
+                if not as_number(cursor):
                     break
-
-    def info(self, section: str) -> list[dict[str, Any]]:
-        """INFO of each server. Raises StoreError."""
-        replies = [
-            self._checked(lambda link, on=node: link.execute_on(on, [("INFO", section)]), True)[0]
-            for node in self._call(lambda link: link.nodes(), True)
-        ]
-        return [reply for reply in replies if not isinstance(reply, Gone)]
 
     def close(self) -> None:
         """End all connections."""
@@ -67,10 +60,7 @@ class RedisClient:
         return replies
 
     def _call(self, work: Any, patient: bool) -> Any:
-        def safely(link: Link) -> Any:
-            return work(link)
-
         try:
-            return self._calls.call(safely, self.timeout_s * (PATIENCE if patient else 1))
+            return self._calls.call(work, self.timeout_s * (PATIENCE if patient else 1))
         except Exception as error:
             raise told(error, self.place) from None

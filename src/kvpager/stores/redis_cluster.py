@@ -77,7 +77,7 @@ class Sharded:
 
     def _node(self, command: Command) -> Any:
         """The node that has a command's key; None where none has."""
-        key = command[_KEY_AT.get(command[0], 1)]
+        key = command[_KEY_AT.get(str(command[0]), 1)]
         try:
             return self._client.get_node_from_key(key)
         except self._errors:

@@ -10,12 +10,17 @@ from kvpager.stores.codec import decode
 from kvpager.stores.header import Header, header_bytes
 from kvpager.stores.rows import unseal
 
-__all__ = ["as_bytes", "block_of", "header_of", "learned_by", "whole_header"]
+__all__ = ["as_bytes", "as_number", "block_of", "header_of", "learned_by", "whole_header"]
 
 
 def as_bytes(reply: Any) -> bytes:
     """A value; none where there is none, or where its node can't be reached."""
     return reply if isinstance(reply, bytes) else b""
+
+
+def as_number(reply: Any) -> int:
+    """A number that is 0 or more; 0 where there is none, and for what is none."""
+    return int(reply) if isinstance(reply, bytes) and reply.isdigit() else 0
 
 
 def whole_header(start: bytes) -> int:
@@ -45,8 +50,7 @@ def learned_by(head: BlockHead, learned: Any) -> BlockHead:
             told = unseal(head.key, scores)
         except StoreDamaged:
             told = b""
-    more = int(hits) if isinstance(hits, bytes) and hits.isdigit() else 0
-    return head.rescored(told, min(head.hits + more, 2**63 - 1))
+    return head.rescored(told, min(head.hits + as_number(hits), 2**63 - 1))
 
 
 def block_of(key: bytes, blob: bytes) -> StoredBlock:

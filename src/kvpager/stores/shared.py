@@ -17,10 +17,11 @@ __all__ = ["Far", "Shared"]
 
 @dataclass(frozen=True)
 class Far:
-    """How a far tier is opened, and what is published there."""
+    """How a far tier is opened, what is published there, and how many seconds a read may take that is not slow."""
 
     open: Callable[[], FarTier]
     publishing: Publishing = field(default_factory=Publishing)
+    slow_s: float = 1.0
 
 
 class Shared:
@@ -38,7 +39,7 @@ class Shared:
         near: Callable[[Sequence[bytes]], list[StoredBlock]],
     ) -> None:
         """`near`: blocks that near tiers have. Raises what opening a Level does."""
-        self.level = Level(far.open, limits, clock, far=True)
+        self.level = Level(far.open, limits, clock, far.slow_s)
         self._publisher = Publisher(far.publishing)
         self._sharer = Sharer(self.level, near)
 

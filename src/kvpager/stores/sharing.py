@@ -78,3 +78,5 @@ class Sharer:
                     self._wanted.pop(key, None)
                 self._busy = False
                 self._changed.notify_all()
+                if taken < len(blocks) and not self._stopping:
+                    self._changed.wait(_WAIT_S)
