@@ -224,10 +224,8 @@ class Engine:
 
     def abandon(self) -> None:
         """Let go of all requests: another engine goes on with them. Nothing of it is told, here or to a journal."""
-        self._answers.abandon(self._clock())
+        self._answers.abandon(self._clock(), self._teller)
         self._retold = []
-        if self._teller is not None:
-            self._teller.forget()
 
     @property
     def has_work(self) -> bool:
@@ -359,6 +357,7 @@ class Engine:
             finished=dict(self._answers.finished),
             sessions=self._sessions.stats(),
             store=None if self._store is None else self._store.stats(),
+            recomputed=self._scheduler.recomputed,
         )
 
     @property
