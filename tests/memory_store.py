@@ -31,6 +31,18 @@ class Shelf:
     tick: int = 0
 
 
+class Erased:
+    """What is erased already."""
+
+    ended = True
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def wait(self) -> int:
+        return self._count
+
+
 class MemoryStore:
     """A BlockStore over a shelf; several over one shelf are as several processes with one database.
 
@@ -61,6 +73,11 @@ class MemoryStore:
     def tick(self) -> int:
         """The latest tick that was told."""
         return self.shelf.tick
+
+    @property
+    def states(self) -> dict[str, str]:
+        """Whether it can be reached."""
+        return {"local": "io" if self.broken else "ok"}
 
     @property
     def room(self) -> int:
@@ -184,8 +201,8 @@ class MemoryStore:
         self._called("release", [key])
         assert self.shelf.claims.pop(key) is self, "another store's claim was released"
 
-    def erase(self, tenant: bytes) -> int:
-        """Blocks and records of a tenant."""
+    def erase(self, tenant: bytes) -> Erased:
+        """Blocks and records of a tenant, at once."""
         self._called("erase", [])
         assert len(tenant) == TENANT_BYTES
         blocks = [key for key, block in self.shelf.blocks.items() if block.head.tenant == tenant]
@@ -194,13 +211,13 @@ class MemoryStore:
             del self.shelf.blocks[key]
         for key in records:
             del self.shelf.records[key]
-        return len(blocks) + len(records)
+        return Erased(len(blocks) + len(records))
 
     def stats(self) -> StoreStats:
         """What is on the shelf now, and what this store has handed out and taken."""
         size = sum(block.payload.nbytes for block in self.shelf.blocks.values())
         return StoreStats(
-            state="io" if self.broken else "ok",
+            state=self.states["local"],
             blocks=len(self.shelf.blocks),
             records=len(self.shelf.records),
             payload_bytes=size,

@@ -24,12 +24,13 @@ class Fault:
 
 
 class Proxy:
-    """Passes connections on to a port of this machine. Faults hold for all connections, from the moment they are set.
+    """Passes connections on to a port of this machine, from a free one or from `port`.
 
-    What was held back comes through when it is healed, as packets that are sent again do: a command can arrive late.
+    Faults hold for all connections, from the moment they are set. What was held back comes through when it is healed,
+    as packets that are sent again do: a command can arrive late.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, port: int = 0) -> None:
         self.target_port = target_port
         self.fault = Fault()
         self.answered = 0  # bytes of answers since the fault was set
@@ -37,7 +38,7 @@ class Proxy:
         self._closed = False
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=128)
         self.port: int = self._listener.getsockname()[1]
 
     def __enter__(self) -> Proxy:

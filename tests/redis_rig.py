@@ -134,10 +134,11 @@ class RedisServer:
             if self._launch():
                 self._given = self.port  # where it comes back after a restart
                 return
-            if self._given is not None:
+            if self._given is not None or "'tls-port" in self.log():
                 break
             self.port = free_port()
-        pytest.fail(f"redis-server does not start:\n{self.log()[-2000:]}")
+        built = "it was built without TLS; apt-get install redis-server\n" if "'tls-port" in self.log() else ""
+        pytest.fail(f"redis-server does not start: {built}{self.log()[-2000:]}")
 
     def _launch(self) -> bool:
         before = len(self.log())
@@ -310,14 +311,9 @@ class RedisSentinel(_Group):
 
     def __init__(self, folder: Path, sentinels: int = 3, *, password: str | None = None, down_ms: int = 500) -> None:
         self.password = password
-        first = RedisServer(folder / "primary", password=password)
-        follow = ("--replicaof", "127.0.0.1", str(first.port))
-        self.servers = [first, RedisServer(folder / "replica", password=password, args=follow)]
-        lines = [f"monitor {NAME} 127.0.0.1 {first.port} {sentinels // 2 + 1}"]
-        lines += [f"down-after-milliseconds {NAME} {down_ms}", f"failover-timeout {NAME} 3000"]
-        lines += [f"auth-pass {NAME} {password}"] if password else []
-        conf = "\n".join(f"sentinel {line}" for line in lines)
-        self.sentinels = [RedisServer(folder / f"sentinel{number}", sentinel=conf) for number in range(sentinels)]
+        self.servers = [RedisServer(folder / name, password=password) for name in ("primary", "replica")]
+        self.sentinels = [RedisServer(folder / f"sentinel{number}", sentinel="") for number in range(sentinels)]
+        self._down_ms = down_ms
 
     @property
     def url(self) -> str:
@@ -339,13 +335,23 @@ class RedisSentinel(_Group):
         settings = {"password": self.password, "socket_timeout": SECONDS, **more}
         return self._kept(found.master_for(NAME, **settings))
 
+    def _conf(self) -> str:
+        """What sentinels are told."""
+        lines = [f"monitor {NAME} 127.0.0.1 {self.servers[0].port} {len(self.sentinels) // 2 + 1}"]
+        lines += [f"down-after-milliseconds {NAME} {self._down_ms}", f"failover-timeout {NAME} 3000"]
+        lines += [f"auth-pass {NAME} {self.password}"] if self.password else []
+        return "\n".join(f"sentinel {line}" for line in lines)
+
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        for server in self.servers:
-            stack.enter_context(server)
+        primary, replica = self.servers
+        stack.enter_context(primary)
+        replica.args = ("--replicaof", "127.0.0.1", str(primary.port))  # its port is sure once it runs
+        stack.enter_context(replica)
         first, second = (server.client() for server in self.servers)
         until(lambda: second.info("replication")["master_link_status"] == "up", "the replica did not follow")
         until(lambda: first.info("replication")["slave0"]["state"] == "online", "the replica did not follow")
         for sentinel in self.sentinels:
+            sentinel.sentinel = self._conf()
             stack.enter_context(sentinel)
         for sentinel in self.sentinels:
             client = sentinel.client()

@@ -14,7 +14,7 @@ from tests.redis_rig import Proxy, RedisCluster, RedisSentinel, RedisServer, cer
 
 def quick(server: RedisServer, **more: object) -> redis.Redis:
     """A client that gives up soon and tries nothing twice."""
-    client: redis.Redis = server.client(**{"socket_timeout": 0.2, "retry": None, **more})
+    client: redis.Redis = server.client(**{"socket_timeout": 0.5, "retry": None, **more})
     return client
 
 
@@ -133,9 +133,9 @@ def test_a_proxy_passes_everything_on(redis_server: RedisServer) -> None:
 
 
 def test_a_proxy_delays(redis_server: RedisServer) -> None:
-    with Proxy(redis_server.port) as proxy, through(proxy, socket_timeout=0.1) as client:
+    with Proxy(redis_server.port) as proxy, through(proxy, socket_timeout=0.5) as client:
         client.ping()
-        proxy.delay(0.3)
+        proxy.delay(2)
         with pytest.raises(redis.TimeoutError):
             client.ping()
         proxy.heal()
@@ -184,7 +184,7 @@ def test_a_proxy_corrupts_one_byte(redis_server: RedisServer) -> None:
 
 
 def test_a_blackhole_is_silent_and_what_it_held_comes_late(redis_server: RedisServer) -> None:
-    with Proxy(redis_server.port) as proxy, through(proxy, socket_timeout=0.1) as client:
+    with Proxy(redis_server.port) as proxy, through(proxy, socket_timeout=0.5) as client:
         client.ping()
         proxy.blackhole()
         with pytest.raises(redis.TimeoutError):

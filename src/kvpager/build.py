@@ -104,10 +104,11 @@ class StoreOptions:
             place = Path(self.path).expanduser()
             if not self.path or "://" in self.path or (place.exists() and not place.is_file()):
                 raise ConfigError(f"store: {_without_login(self.path)!r} is not the path of a file")
+            above = next((folder for folder in place.parents if folder.exists()), None)
+            if above is not None and not above.is_dir():
+                raise ConfigError(f"store: {self.path!r} can't be made, since {above} is a file and no folder")
         if self.url is not None:
             stores.redis_place(self.url)
-        self.redis_settings()
-        self.publishing()
         limit = parse_size(self.limit, "store_limit")
         if limit < stores.LEAST_LIMIT_BYTES:
             raise ConfigError(
@@ -119,6 +120,8 @@ class StoreOptions:
             raise ConfigError(f"store_sync: {self.synchronous!r} is not one of {', '.join(stores.SYNCHRONOUS)}")
         if self.compression not in stores.COMPRESSIONS:
             raise ConfigError(f"store_compression: {self.compression!r} is not one of {', '.join(stores.COMPRESSIONS)}")
+        self.redis_settings()
+        self.publishing()
 
     def redis_settings(self, itemsize: int = 2) -> stores.RedisSettings:
         """How a Redis is used; its pages are numbers of `itemsize` bytes."""

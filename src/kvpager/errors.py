@@ -20,7 +20,8 @@
     |   |-- StoreDamaged                  bytes of a store that do not match their checksum or key
     |   |-- StoreForeign                  a file that another application made
     |   |-- StoreNewer                    written by a newer kvpager, and left as it is
-    |   |-- StoreFull                     the store has reached its limit, or the disk is full
+    |   |-- StoreFull                     the disk is full
+    |   |-- StoreTooLarge                 more than there may be of it, by the store's limit or its tenant's
     |   |-- StoreLocked                   another process holds it for too long
     |   `-- StoreUnavailable              it is lost, read-only, or its disk fails
     |-- CacheMismatch (RuntimeError)      a cache and an attention that don't belong together
@@ -69,6 +70,7 @@ __all__ = [
     "StoreFull",
     "StoreLocked",
     "StoreNewer",
+    "StoreTooLarge",
     "StoreUnavailable",
     "SwapError",
     "SwapFull",
@@ -182,9 +184,15 @@ class StoreNewer(StoreError):
 
 
 class StoreFull(StoreError):
-    """The store has reached its limit and nothing may make way, or its disk is full; nothing was half written."""
+    """The disk is full, or the store can't keep to its limit just now; nothing was half written."""
 
     kind = "full"
+
+
+class StoreTooLarge(StoreError):
+    """What was to be stored is more than the store's limit or its tenant's allows, whatever makes way."""
+
+    kind = "large"
 
 
 class StoreLocked(StoreError):

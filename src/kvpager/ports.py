@@ -219,6 +219,10 @@ class Digest(Protocol):
     def scratch_nbytes(self) -> int:
         """Bytes of scratch; bounded, whatever the length of the sequences."""
 
+    @property
+    def seconds(self) -> float:
+        """How long building and choosing have taken so far, together."""
+
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows."""
 

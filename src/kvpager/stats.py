@@ -4,15 +4,79 @@ from __future__ import annotations
 
 import resource
 import sys
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["PagerStats", "StoreStats", "peak_rss_bytes"]
+__all__ = ["Distribution", "Histogram", "Latencies", "PagerLatencies", "PagerStats", "StoreStats", "peak_rss_bytes"]
+
+MICROSECONDS = (20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5)
+"""Bounds of what happens inside of a step, in seconds."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How often values fell between bounds: `counts[i]` up to `bounds[i]`, the last beyond all; `total`: their sum."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts values by bounds, which ascend; a value that equals a bound counts below it."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def look(self) -> Distribution:
+        """What was counted so far, as it is now."""
+        return Distribution(self._bounds, tuple(self._counts), self._total)
 
 
 def peak_rss_bytes() -> int:
     """The most memory this process has held at once (its peak resident set), in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class PagerLatencies:
+    """How long parts of a pager's work took, in seconds, all tiles of a call in one layer together.
+
+    attend  attention, with all that belongs to it: choosing pages, faults, scores
+    select  of that, digests: building them and choosing by them; counted where pages were chosen
+    fault   of that, a group's absent pages read back, what had to make way for them included
+    """
+
+    attend: Distribution
+    select: Distribution
+    fault: Distribution
+
+
+class Latencies:
+    """Takes what PagerLatencies gives."""
+
+    def __init__(self) -> None:
+        self.attend, self.select, self.fault = (Histogram(MICROSECONDS) for _ in range(3))
+
+    def look(self) -> PagerLatencies:
+        """What was counted so far."""
+        return PagerLatencies(self.attend.look(), self.select.look(), self.fault.look())
 
 
 @dataclass(frozen=True)
@@ -27,6 +91,7 @@ class PagerStats:
     swap_bytes          what swap holds (memory, or bytes of the file)
     peak_rss_bytes      the process's peak resident set
     frames, frames_used the pool's size, and frames that hold a page
+    frames_cached       of those, frames of blocks that no open sequence holds
     sequences, tokens   open sequences, and tokens that they hold together
     cached_blocks       full blocks of closed sequences, kept for reuse
     parked_sequences    open sequences that are parked
@@ -53,6 +118,7 @@ class PagerStats:
     peak_rss_bytes: int
     frames: int
     frames_used: int
+    frames_cached: int
     sequences: int
     tokens: int
     cached_blocks: int
@@ -100,7 +166,7 @@ class StoreStats:
     dropped          blocks that made way for others (the quota)
     damaged          blocks that did not match their checksums or their keys
     errors           failures by kind: "full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow",
-                     "timeout", "auth", "fenced"
+                     "large" (a session that its limit has no room for), "timeout", "auth", "fenced"
     tiers            the same of each tier by itself, "local" and "shared", the nearest first, whose sizes stand above
     """
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvpager.ports import Bytes
 from kvpager.stats import StoreStats
 
-__all__ = ["KEY_BYTES", "TENANT_BYTES", "BlockHead", "BlockStore", "Fence", "Scores", "StoredBlock"]
+__all__ = ["KEY_BYTES", "TENANT_BYTES", "BlockHead", "BlockStore", "Erasing", "Fence", "Scores", "StoredBlock"]
 
 KEY_BYTES = 32
 TENANT_BYTES = 16
@@ -86,6 +86,17 @@ class Fence:
     epoch: int
 
 
+class Erasing(Protocol):
+    """All of a tenant on its way out of a store. May be asked by any thread."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is done, or has taken so long that nobody should wait: it goes on behind then."""
+
+    def wait(self) -> int:
+        """Wait until it has ended; how many blocks and records there were, as far as that is known then."""
+
+
 class BlockStore(Protocol):
     """Complete blocks by key, durable or shared; every call takes many.
 
@@ -111,6 +122,10 @@ class BlockStore(Protocol):
 
         A block that is there already counts as taken. Payloads are not copied: they must not change any more.
         """
+
+    @property
+    def states(self) -> dict[str, str]:
+        """The state of each tier, as in StoreStats, the nearest first: cheap enough for every step."""
 
     @property
     def room(self) -> int:
@@ -152,8 +167,8 @@ class BlockStore(Protocol):
     def release(self, key: bytes) -> None:
         """Let others claim a record."""
 
-    def erase(self, tenant: bytes) -> int:
-        """Forget all blocks and records of a tenant, those that wait to be written too; returns how many there were."""
+    def erase(self, tenant: bytes) -> Erasing:
+        """Forget all blocks and records of a tenant, those that wait to be written too. None is found from now on."""
 
     def stats(self) -> StoreStats:
         """Counters and sizes."""

@@ -59,6 +59,9 @@ def test_stats_tell_blocks_sessions_tenants_and_the_disk(path: Path, capsys: pyt
     }
     assert main(["store", "stats", str(path)]) == 0
     said = capsys.readouterr().out
+    assert figures["reserve_bytes"] == figures["files"]["store.db.reserve"] > 2**20
+    assert figures["overhead"] == (figures["bytes"] - figures["reserve_bytes"]) / figures["payload_bytes"] - 1
+    assert "20.0 MiB of them kept free for a full disk (the reserve)" in said
     assert "12 blocks and 1 sessions" in said
     assert TENANT.hex() in said
 
@@ -103,6 +106,40 @@ def test_verify_finds_every_damaged_page_and_ends_with_1(path: Path, capsys: pyt
     assert f"page 4 of block {block.head.key[:6].hex()}" in said
     assert "forgotten: 1 blocks and 1 sessions" in said
     assert told(capsys, "verify", path)["blocks"] == 11
+
+
+def test_verify_drops_what_has_no_key_to_be_asked_for_by(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("UPDATE blocks SET key = CAST(key AS TEXT) WHERE id = 2")
+        connection.execute("UPDATE blocks SET hits = 'often' WHERE id = 3")
+        connection.execute("UPDATE records SET key = 'a session'")
+        connection.execute("UPDATE counters SET value = 'many'")
+        connection.execute("UPDATE tenants SET bytes = 1e300, blocks = 'x'")
+    assert told(capsys, "stats", path)["sessions"] == 1
+    assert told(capsys, "export", path, path.with_name("archive"))["blocks"] == 10
+    damaged = told(capsys, "verify", path, "--drop", code=1)["damaged"]
+    assert [(one["kind"], one["row"]) for one in damaged] == [("block", 2), ("block", 3), ("record", 1)]
+    assert bytes.fromhex(damaged[2]["key"]) == b"a session"
+    figures = told(capsys, "verify", path)
+    assert (figures["blocks"], figures["sessions"], figures["damaged"]) == (10, 0, [])
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM payloads").fetchone() == (10,)
+
+
+@pytest.mark.promise(4)
+@pytest.mark.parametrize("change", ["DROP TABLE records", "PRAGMA user_version = -1"])
+@pytest.mark.parametrize("task", ["stats", "verify", "prune --unused 0", "export archive"])
+def test_other_tables_are_told_and_left_as_they_are(
+    path: Path, capsys: pytest.CaptureFixture[str], change: str, task: str
+) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(change)
+        connection.commit()
+    before = path.read_bytes()
+    name, *more = task.split()
+    assert main(["store", name, str(path), *more]) == 1
+    assert "its tables are not as kvpager makes them" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_verify_of_what_is_no_database_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,6 +285,32 @@ def options(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(["serve", *arguments])
 
 
+GIVEN = ["--store-limit 1GiB", "--store-tenant-limit 1GiB", "--store-sync normal", "--store-compression none"]
+
+
+@pytest.mark.promise(6)
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("command", ["serve", "chat", "bench engine"])
+def test_what_is_said_of_a_store_without_one_is_refused(
+    command: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), *given.split()]) == 2
+    assert f"{given.split()[0]} is of no use without --store PATH" in capsys.readouterr().err
+
+
+@pytest.mark.promise(6)
+def test_a_chat_with_a_server_has_no_store_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9", "--store", "s.db", "--store-sync", "full"]) == 2
+    assert "--store, --store-sync are of no use with --url" in capsys.readouterr().err
+
+
+def test_the_least_limit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for task in ("prune", "import"):
+        with pytest.raises(SystemExit):
+            main(["store", task, "--help"])
+        assert "at least 4MiB" in " ".join(capsys.readouterr().out.split())
+
+
 def test_nothing_is_stored_unless_asked() -> None:
     assert store_options(options(), PagerOptions()) is None
     assert store_options(options("--store", "none"), PagerOptions()) is None
@@ -272,13 +335,17 @@ def test_options_reach_the_store(tmp_path: Path) -> None:
         (["--store-limit", "1MiB"], PagerOptions(), "store_limit: 1MiB is less than 4 MiB"),
         (["--store-tenant-limit", "20GiB"], PagerOptions(), "store_tenant_limit: 20GiB is more than"),
         ([], PagerOptions(mode="discard", budget=512), "mode 'discard'"),
-        (["--store", "redis://here"], PagerOptions(), "'redis://here' is not the path of a file"),
+        (["--store", "http://here"], PagerOptions(), "'http://here' is not the path of a file"),
+        (["--store", "a", "--store", "b"], PagerOptions(), "at most one path"),
+        (["--store", "redis://here:x"], PagerOptions(), "a port that is not 1 to 65535"),
         (["--store", "."], PagerOptions(), "'.' is not the path of a file"),
+        (["--store", f"{__file__}/kv/s.db"], PagerOptions(), f"since {__file__} is a file and no folder"),
         (["--store", "/dev/null"], PagerOptions(), "'/dev/null' is not the path of a file"),
     ],
 )
 def test_what_can_not_be_is_refused_before_a_model_is_loaded(
     arguments: list[str], paging: PagerOptions, said: str, tmp_path: Path
 ) -> None:
+    place = [] if "--store" in arguments else ["--store", str(tmp_path / "s.db")]
     with pytest.raises(ConfigError, match=said):
-        store_options(options("--store", str(tmp_path / "s.db"), *arguments), paging)
+        store_options(options(*place, *arguments), paging)

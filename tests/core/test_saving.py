@@ -126,6 +126,30 @@ def test_a_parked_sequence_can_be_saved():
         np.testing.assert_array_equal(array, saved.arrays[name])
 
 
+@pytest.mark.promise(5)
+@pytest.mark.parametrize("kernel", [ReferenceKernel, NativeKernel])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("parked", [False, True])
+def test_nothing_of_what_others_had_in_its_frames_is_in_a_saved_sequence(kernel, dtype, parked):
+    """A frame keeps its bytes until they are written over, and a record outlives what others have erased."""
+    saved = []
+    for others in (False, True):
+        fed = Fed(MemoryStore(), pool=60, kernel=kernel, shape=replace(SMALL, dtype=dtype), prefix_tokens=0)
+        if others:
+            for seed in range(3):
+                sequence = fed.open(text(100, seed), b"others")
+                fed.run(sequence, text(100, seed))
+                fed.pager.close(sequence)
+        sequence = fed.open(PROMPT)
+        fed.run(sequence, PROMPT)
+        if parked:
+            fed.pager.park(sequence)
+        saved.append(fed.pager.save(sequence))
+    assert len(PROMPT) % 8
+    for name in set(saved[0].arrays) - {"open_scores"}:
+        np.testing.assert_array_equal(saved[0].arrays[name], saved[1].arrays[name])
+
+
 def test_what_another_model_saved_is_nothing():
     store = MemoryStore()
     fed, sequence = answered(store)

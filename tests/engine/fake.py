@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
-from kvpager.engine.outputs import Output, TokenLogprob, Usage
+from kvpager.config import PagerConfig
+from kvpager.engine.latencies import EngineLatencies, Latencies
+from kvpager.engine.outputs import EngineStats, Output, TokenLogprob, Usage
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.text import TextState, decoder
 from kvpager.errors import InputError, QueueFull
+from kvpager.stats import Latencies as PagerLatenciesMade
+from kvpager.stats import PagerStats
 
 VOCABULARY = 260
 
@@ -45,10 +49,7 @@ class Gate:
             self._left -= 1
 
 
-@dataclass
-class FakeStats:
-    running: int
-    steps: int
+NOTHING = PagerStats(**{one.name: 0 for one in fields(PagerStats)})
 
 
 class FakeEngine:
@@ -80,6 +81,7 @@ class FakeEngine:
         self.priorities: dict[str, int] = {}
         self.requests: dict[str, SimpleNamespace] = {}
         self.store_states: dict[str, str] = {}
+        self.pager = SimpleNamespace(config=PagerConfig())
         self.journal = journal
 
     def add(
@@ -119,7 +121,7 @@ class FakeEngine:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         raise InputError("session: there is no store")
 
-    def erase(self, salt: bytes) -> int:
+    def erase(self, salt: bytes) -> Any:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         raise InputError("session: there is no store")
 
@@ -172,8 +174,11 @@ class FakeEngine:
             del self.requests[name]
         return outputs
 
-    def stats(self) -> FakeStats:
-        return FakeStats(len(self.requests), self.steps)
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.requests), 0, 0, 0, 0, self.steps, 0, 0, 0, pager=NOTHING)
+
+    def latencies(self) -> EngineLatencies:
+        return Latencies().look(PagerLatenciesMade().look())
 
     def check(self) -> None:
         assert not self.broken, "the books don't balance"

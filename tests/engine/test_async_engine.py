@@ -266,7 +266,7 @@ def test_an_idle_engine_sleeps() -> None:
             kind = type("Watched", (FakeEngine,), {"has_work": property(has_work)})
             fake.__class__ = kind
             await asyncio.sleep(0.1)
-            assert looks == 0  # it waits for news, and looks at nothing meanwhile
+            assert looks <= 1  # the one that ends its last step; then it waits for news, and looks at nothing
 
     asyncio.run(main())
 

@@ -151,17 +151,17 @@ def real_server(
     *,
     pool: str | None = None,
     budget: int | None = None,
-    store: Path | None = None,
+    store: Path | build.StoreOptions | None = None,
     journal: Any = None,
     **options: Any,
 ) -> LiveServer:
-    """A server over the tiny model, with a store in the file `store`."""
+    """A server over the tiny model, with a store: in the file `store`, or as its options say."""
     engine = {name: options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens") if name in options}
 
     def make() -> Served:
         loaded = build.load_model(folder, weights="unpacked", identify=store is not None)
         paging = build.PagerOptions(pool=pool, budget=budget, swap="memory")
-        kept = None if store is None else build.StoreOptions(str(store))
+        kept = build.StoreOptions(str(store)) if isinstance(store, Path) else store
         made = build.make_engine(loaded, paging, EngineConfig(**engine), store=kept, journal=journal)
         return Served(made, loaded.tokenizer, CONTEXT)
 

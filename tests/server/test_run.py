@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +15,7 @@ import pytest
 from kvpager.errors import ConfigError, ModelNotFound
 from kvpager.server.run import RunOptions, listen
 from tests.server.harness import LiveServer, error_of, fake_server
+from tests.server.processes import process
 
 TEXT = "/v1/completions"
 
@@ -137,39 +132,6 @@ def test_a_server_may_end_while_its_model_is_loaded() -> None:
 
 
 # ---- the process ----
-
-
-@contextmanager
-def process(folder: str, tmp_path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """``kvpager serve`` on a free port, ready; killed at the end where it has not ended."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    code = "import sys; from kvpager.cli.main import main; sys.exit(main())"
-    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        running = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", folder, "--port", "0", *options],
-            stdout=out,
-            stderr=err,
-            env=environment,
-        )
-    try:
-        yield running, wait_ready(running, tmp_path / "err")
-    finally:
-        if running.poll() is None:
-            running.kill()
-        running.wait()
-
-
-def wait_ready(running: subprocess.Popen[bytes], err: Path) -> str:
-    import time
-
-    end = time.monotonic() + 120
-    while "serving" not in err.read_text():
-        assert running.poll() is None, err.read_text()
-        assert time.monotonic() < end, err.read_text()
-        time.sleep(0.05)
-    found = re.search(r"http://[\d.:]+", err.read_text())
-    assert found is not None
-    return found.group()
 
 
 @pytest.mark.slow

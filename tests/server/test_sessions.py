@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,12 @@ def test_a_session_that_is_in_use_is_a_conflict(folder: str) -> None:
         body = {"prompt": TEXT, "max_tokens": 30, "session": "talk", "ignore_eos": True, "stream": True}
         step, left, released = server.engine.step, [1, 2, 3], threading.Event()
 
-        def held() -> list[Output]:
+        def held(done: Callable[[], None]) -> list[Output]:
             """A few steps, then none until it is released."""
             if not left and not released.wait(0.005):
                 return []
             del left[:1]
-            return list(step())
+            return list(step(done))
 
         server.engine.step = held
         with server.client.stream("POST", "/v1/completions", json=body) as answer:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvpager.stored import StoredBlock
 from kvpager.stores import Chain, Limits, open_store
 from tests.stores import fake
 from tests.stores.fake import SETTLED, Clock, key_of
+from tests.stores.sqlite_rig import other_process, said
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 2**30
 RECORD = key_of(10**6)
 
@@ -78,26 +74,19 @@ def flip(path: Path, content: bytes) -> None:
     path.write_bytes(data)
 
 
-def start(script: str, *arguments: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """A Python process of its own in which the tests' modules can be imported."""
-    return subprocess.Popen(
-        [*before, sys.executable, "-c", textwrap.dedent(script), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])},
-    )
-
-
 def run(script: str, *arguments: str, before: Sequence[str] = ()) -> dict[str, Any]:
     """What a process says: one JSON object on its last line."""
-    return run_on(start(script, *arguments, before=before))
-
-
-def run_on(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The same of one that runs already."""
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    result: dict[str, Any] = said(other_process(script, *arguments, before=before))
     return result
+
+
+def told(caplog: pytest.LogCaptureFixture, kind: str) -> int:
+    """Lines of the log about a kind of fault."""
+    return sum(f": {kind}" in record.getMessage() for record in caplog.records)
+
+
+def quiet(caplog: pytest.LogCaptureFixture) -> bool:
+    return not caplog.records
+
+
+# ---- pages that are not what was written

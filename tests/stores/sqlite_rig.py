@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.stores.made import made_block
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
+_running: list[subprocess.Popen[str]] = []
 MINE, YOURS = b"mine".ljust(16, b"\0"), b"yours".ljust(16, b"\0")
 
 
@@ -72,9 +73,9 @@ def raw(path: Path) -> Iterator[sqlite3.Connection]:
 def other_process(
     script: str, *arguments: str, before: Sequence[str] = (), **environment: str
 ) -> subprocess.Popen[str]:
-    """A Python process in which the tests' modules can be imported."""
+    """A Python process in which the tests' modules can be imported; it is ended with the test at the latest."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*before, sys.executable, "-c", textwrap.dedent(script), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -82,6 +83,20 @@ def other_process(
         text=True,
         env={**os.environ, "PYTHONPATH": paths, **environment},
     )
+    _running.append(process)
+    return process
+
+
+def close_processes() -> None:
+    """End what still runs of the processes that were begun, and close their pipes."""
+    while _running:
+        process = _running.pop()
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def said(process: subprocess.Popen[str], told: str = "") -> Any:
@@ -89,3 +104,18 @@ def said(process: subprocess.Popen[str], told: str = "") -> Any:
     out, errors = process.communicate(told, timeout=60)
     assert process.returncode == 0, errors
     return json.loads(out.splitlines()[-1])
+
+
+def goes_on(tier: SqliteStore, more: Sequence[StoredBlock] = ()) -> None:
+    """Blocks can be stored and found, also after a restart."""
+    more = more or NEW
+    assert tier.put(more) == len(more)
+    assert found(tier, more) == [True] * len(more)
+    tier.close()
+    assert found(tier, more) == [True] * len(more)
+    assert tier.verify().damaged == ()
+    tier.close()
+
+
+BLOCKS = chain(40)
+NEW = chain(8, 1)

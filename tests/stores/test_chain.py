@@ -1,52 +1,12 @@
-"""The chain over tiers in memory, where all goes well."""
+"""The chain over a tier in memory, where all goes well."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from kvpager.errors import ConfigError, MissingDependency
-from kvpager.ports import Bytes
-from kvpager.stored import BlockStore, Scores, StoredBlock
-from kvpager.stores.backlog import size_of
-from kvpager.stores.chain import Chain
-from kvpager.stores.limits import Limits
-from kvpager.stores.tier import Tier
-from tests.stores.fake import NOBODY, SETTLED, Clock, FakeTier, Gate, block, key_of
-
-MINE = b"mine".ljust(16, b"\0")
-SIZE = size_of(block(0))
-Make = Callable[..., Chain]
-
-
-@pytest.fixture
-def tier() -> FakeTier:
-    return FakeTier()
-
-
-@pytest.fixture
-def make(tier: FakeTier) -> Iterator[Make]:
-    made: list[Chain] = []
-
-    def build(*tiers: Tier, **limits: float) -> Chain:
-        openers = [lambda one=one: one for one in tiers or (tier,)]
-        chain = Chain(openers, Limits(**limits), Clock())  # type: ignore[arg-type]
-        made.append(chain)
-        return chain
-
-    yield build
-    for chain in made:
-        chain.close()
-
-
-def same(found: Sequence[Bytes | None], expected: Sequence[StoredBlock | None]) -> bool:
-    assert len(found) == len(expected)
-    for payload, held in zip(found, expected, strict=True):
-        if (payload is None) != (held is None):
-            return False
-        if payload is not None and held is not None and not np.array_equal(payload, held.payload):
-            return False
-    return True
+from kvpager.stored import BlockStore, Scores
+from tests.stores.chain_rig import MINE, SIZE, Make, same
+from tests.stores.fake import NOBODY, SETTLED, FakeTier, Gate, block, key_of
 
 
 def test_it_is_a_store_of_blocks(make: Make) -> None:
@@ -264,13 +224,13 @@ def test_all_of_a_tenant_is_erased_wherever_it_is(make: Make, tier: FakeTier) ->
     chain.put([block(5, tenant=MINE), block(6)])
     chain.save_record(key_of(102), MINE, b"waiting")
     gate.open()
-    assert chain.erase(MINE) == 6
+    assert chain.erase(MINE).wait() == 6
     assert chain.contains([key_of(i) for i in range(1, 7)]) == [False, False, True, False, False, True]
     assert [chain.load_record(key_of(i)) for i in (100, 101, 102)] == [None, b"another's", None]
     assert chain.flush(SETTLED)
     assert set(tier.blocks) == {key_of(3), key_of(6)}
     assert set(tier.records) == {key_of(101)}
-    assert chain.erase(MINE) == 0
+    assert chain.erase(MINE).wait() == 0
     chain.put([block(1, tenant=MINE)])
     assert chain.flush(SETTLED)
     assert key_of(1) in tier.blocks
@@ -281,139 +241,32 @@ def test_erasing_that_takes_long_goes_on_behind_and_hides_what_it_is_about(make:
     chain.put([block(1, tenant=MINE), block(2)])
     assert chain.flush(SETTLED)
     gate = Gate(tier, "erase")
-    assert chain.erase(MINE) == 0
+    assert chain.erase(MINE).wait() == 0
     assert chain.heads([key_of(1), key_of(2)]) == [None, block(2).head]
     gate.open()
     assert chain.flush(SETTLED)
     assert set(tier.blocks) == {key_of(2)}
 
 
-def test_what_a_farther_tier_has_is_put_into_the_nearer_one(make: Make, tier: FakeTier) -> None:
-    far = FakeTier()
-    far.put([block(i) for i in range(20)])
-    far.save_record(key_of(100), MINE, b"far")
-    chain = make(tier, far)
-    keys = [key_of(i) for i in range(20)]
-    assert chain.contains([*keys, key_of(50)]) == [True] * 20 + [False]
-    assert chain.heads(keys) == [block(i).head for i in range(20)]
-    assert same(chain.get([*keys, key_of(50)]), [*(block(i) for i in range(20)), None])
-    assert chain.load_record(key_of(100)) == b"far"
-    assert chain.flush(SETTLED)
-    assert set(tier.blocks) == set(keys)
-    far.calls.clear()
-    assert same(chain.get(keys), [block(i) for i in range(20)])
-    assert far.calls == []
-
-
-def test_all_tiers_are_written_to_and_claimed(make: Make, tier: FakeTier) -> None:
-    far = FakeTier()
-    chain = make(tier, far)
-    chain.put([block(1)])
-    chain.save_record(key_of(100), MINE, b"record")
-    chain.update([Scores(key_of(1), b"new", 1)], 4)
-    assert chain.claim(key_of(100))
-    assert chain.flush(SETTLED)
-    for one in (tier, far):
-        assert one.blocks[key_of(1)].head.scores == b"new"
-        assert one.records[key_of(100)] == (MINE, b"record")
-        assert one.claimed == {key_of(100)}
-    chain.release(key_of(100))
-    far.claimed.add(key_of(100))
-    assert not chain.claim(key_of(100))
-    assert tier.claimed == set()
-    chain.drop([key_of(1)])
-    chain.drop_record(key_of(100))
-    assert chain.flush(SETTLED)
-    assert (tier.blocks, far.blocks, tier.records, far.records) == ({}, {}, {}, {})
-
-
-def test_a_farther_tier_that_hangs_holds_nobody_up(make: Make, tier: FakeTier) -> None:
-    far = FakeTier()
-    gate = Gate(far, "put")
-    chain = make(tier, far, waiting_bytes=2 * SIZE)
-    for i in range(10):
-        assert chain.put([block(i)]) == 1
-        assert gate.reached.wait(SETTLED)
-        chain._levels[0].writer.flush(SETTLED)
-    assert len(tier.blocks) == 10
-    gate.open()
-    assert chain.flush(SETTLED)
-    assert 2 <= len(far.blocks) < 10
-
-
-def test_what_is_prefetched_is_read_once_and_forgotten_when_it_is_dropped(make: Make, tier: FakeTier) -> None:
-    tier.put([block(i) for i in range(6)])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_is_done_while_the_tier_answers_is_not_missed(make: Make, tier: FakeTier, dropped: bool) -> None:
     chain = make()
-    gate = Gate(tier, "get")
-    chain.prefetch([key_of(i) for i in range(3)])
+    if dropped:
+        chain.put([block(1)])
+        assert chain.flush(SETTLED)
+    gate = Gate(tier, "drop" if dropped else "put")
+    if dropped:
+        chain.drop([key_of(1)])
+    else:
+        chain.put([block(1)])
     assert gate.reached.wait(SETTLED)
-    gate.open()
-    assert same(chain.get([key_of(i) for i in range(3)]), [block(i) for i in range(3)])
-    assert tier.calls.count("get") == 1
-    chain.prefetch([key_of(4)])
-    chain.drop([key_of(4)])
-    assert chain.get([key_of(4)]) == [None]
-    chain.prefetch([key_of(5)])
-    chain.erase(NOBODY)
-    assert chain.get([key_of(5)]) == [None]
+    answer = tier.contains
 
+    def answers_late(keys: Sequence[bytes]) -> list[bool]:
+        there = answer(keys)
+        gate.open()
+        assert chain.flush(SETTLED)
+        return there
 
-def test_close_writes_what_waits_and_takes_nothing_more(make: Make, tier: FakeTier) -> None:
-    chain = make(linger_s=1000)
-    chain.put([block(i) for i in range(3)])
-    chain.save_record(key_of(100), MINE, b"record")
-    chain.close()
-    chain.close()
-    assert tier.closed
-    assert set(tier.blocks) == {key_of(i) for i in range(3)}
-    assert set(tier.records) == {key_of(100)}
-    assert chain.room == 0
-    assert chain.put([block(4)]) == 0
-    assert not chain.save_record(key_of(1), MINE, b"")
-    assert chain.get([key_of(1)]) == [None]
-    assert chain.contains([key_of(1)]) == [False]
-    assert chain.load_record(key_of(100)) is None
-    chain.update([Scores(key_of(1), b"", 1)], 1)
-    chain.drop([key_of(1)])
-    chain.drop_record(key_of(1))
-    chain.prefetch([key_of(1)])
-    assert chain.erase(MINE) == 0
-    assert chain.stats().stored == 3
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"waiting_bytes: 0 is not above zero"):
-        Limits(waiting_bytes=0)
-    with pytest.raises(ConfigError, match="at least one tier"):
-        Chain([])
-
-
-def test_a_missing_package_is_told_and_not_counted_as_a_fault() -> None:
-    def opener() -> Tier:
-        raise MissingDependency("pip install it")
-
-    with pytest.raises(MissingDependency):
-        Chain([opener])
-
-
-def test_blocks_wait_while_their_owner_computes_and_less_than_three_quarters_of_what_may_wait_do(
-    make: Make, tier: FakeTier
-) -> None:
-    chain = make(waiting_bytes=10 * SIZE, batch_bytes=SIZE)
-    backlog = chain._levels[0]._backlog
-
-    def settled(count: int) -> bool:
-        with backlog.changed:
-            return backlog.changed.wait_for(lambda: backlog.count == count, SETTLED)
-
-    chain.yields(True)
-    chain.put([block(number) for number in range(4)])
-    assert chain.stats().waiting == 4
-    chain.put([block(number) for number in range(4, 8)])
-    assert settled(7), "what is more is written"
-    chain.yields(False)
-    assert settled(0)
-    chain.yields(True)
-    chain.put([block(9)])
-    assert chain.flush(SETTLED), "who flushes does not wait for the owner"
-    assert len(tier.blocks) == 9
+    tier.contains = answers_late  # type: ignore[method-assign]
+    assert chain.contains([key_of(1)]) == [not dropped]

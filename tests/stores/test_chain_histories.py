@@ -30,7 +30,7 @@ class Histories(RuleBasedStateMachine):
     def open(self, tiers: int) -> None:
         self.clock = Clock()
         self.tiers = [FakeTier() for _ in range(tiers)]
-        limits = Limits(erase_s=0.01, linger_s=0.001, batch_bytes=300)
+        limits = Limits(erase_s=SETTLED, slow_s=SETTLED, linger_s=0.001, batch_bytes=300)
         self.chain = Chain([lambda tier=tier: tier for tier in self.tiers], limits, self.clock)  # type: ignore[misc]
 
     @rule(numbers=st.lists(BLOCKS, max_size=4), tenant=TENANTS)
@@ -71,7 +71,7 @@ class Histories(RuleBasedStateMachine):
         self.settle()
         blocks = [key for key, head in self.heads.items() if head.tenant == tenant]
         records = [key for key, (owner, _) in self.records.items() if owner == tenant]
-        assert self.chain.erase(tenant) == len(blocks) + len(records)
+        assert self.chain.erase(tenant).wait() == len(blocks) + len(records)
         for key in blocks:
             del self.heads[key]
         for key in records:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvpager.stores.chain import Chain
-from tests.stores.disk import RECORD, opened, start, there
+from tests.stores.disk import RECORD, opened, there
 from tests.stores.fake import key_of
+from tests.stores.sqlite_rig import other_process
 
 KILLS = 50
 LONGEST_S = 0.05  # between the acknowledgement after which it is killed and the kill
@@ -49,7 +50,7 @@ def test_what_was_acknowledged_survives_kills_at_random_moments(tmp_path: Path) 
     latest = first = 0
     for kill in range(KILLS):
         arguments = [str(path), ("normal", "full")[kill % 2], str(first), str(kill)]
-        for line in killed(start(WRITE, *arguments), choose):
+        for line in killed(other_process(WRITE, *arguments), choose):
             said = json.loads(line)
             latest = said["stored"][-1] + 1
             dropped.update(said["dropped"])

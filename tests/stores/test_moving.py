@@ -142,3 +142,14 @@ def test_a_copied_database_is_a_store(path: Path, tmp_path: Path) -> None:
     tier = store(other)
     assert found(tier, TWO) == [True] * 5
     tier.close()
+
+
+def test_a_record_that_is_too_large_is_left_out_and_what_follows_it_comes(tmp_path: Path) -> None:
+    out, back = store(tmp_path / "out" / "store.db"), store(tmp_path / "back" / "store.db", 8 * MIB)
+    out.save_record(key_of(1), MINE, bytes(12 * MIB))
+    out.save_record(key_of(2), YOURS, b"small")
+    out.export(tmp_path / "all")
+    assert back.import_(tmp_path / "all") == Moved(0, 1, 1)
+    assert [back.load_record(key_of(number)) for number in (1, 2)] == [None, b"small"]
+    out.close()
+    back.close()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.disk import RECORD, fill, opened, run, run_on, start, there
+from tests.stores.disk import RECORD, fill, opened, run, there
+from tests.stores.sqlite_rig import other_process, said
 
 PROCESSES = 3
 EACH = 40
@@ -40,21 +41,23 @@ WRITE_AND_READ = """
 def test_processes_write_to_one_store_at_once_and_find_what_the_others_wrote(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     children = [
-        start(WRITE_AND_READ, str(path), str(i), str(PROCESSES), str(EACH), before=["env", f"PYTHONHASHSEED={i + 1}"])
+        other_process(
+            WRITE_AND_READ, str(path), str(i), str(PROCESSES), str(EACH), before=["env", f"PYTHONHASHSEED={i + 1}"]
+        )
         for i in range(PROCESSES)
     ]
-    for said in ("ready", "written"):
+    for word in ("ready", "written"):
         for child in children:
             assert child.stdout is not None
             assert child.stdin is not None
             line = child.stdout.readline()
-            assert line == said + "\n", child.communicate()[1]
+            assert line == word + "\n", child.communicate()[1]
         for child in children:
             assert child.stdin is not None
             child.stdin.write("\n")
             child.stdin.flush()
     everything = list(range(PROCESSES * EACH))
-    results = [run_on(child) for child in children]
+    results = [said(child) for child in children]
     for result in results:
         assert result["found"] == everything
         assert (result["stored"], result["damaged"], result["state"]) == (EACH, 0, "ok")
@@ -100,7 +103,7 @@ CLAIM = """
 def test_a_record_is_claimed_by_one_process_at_a_time(tmp_path: Path, how: str) -> None:
     path = tmp_path / "store.db"
     fill(path, 1)
-    other = start(CLAIM, str(path))
+    other = other_process(CLAIM, str(path))
     assert other.stdout is not None
     assert other.stdin is not None
     assert other.stdout.readline() == "True\n"

@@ -44,9 +44,23 @@ def test_one_at_a_time(store_in: Open) -> None:
 
 def test_a_claim_that_was_given_back_can_be_taken_again_at_once(store_in: Open) -> None:
     store = store_in()
-    for _ in range(20):
+    for _ in range(200):
         assert store.claim(KEY)
         store.release(KEY)
+
+
+def test_a_renewal_that_comes_late_takes_nothing(store_in: Open, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = store_in(), store_in()
+    assert one.claim(KEY)
+    held = [(KEY, one._claims.token(KEY))]
+    one.release(KEY)
+    until(lambda: other.claim(KEY))
+    other.release(KEY)
+    until(lambda: other.claim(KEY))
+    other.close()
+    one._claims._renew(held)
+    assert store_in().claim(KEY)
+    assert not caplog.records
 
 
 def test_closing_gives_all_back(store_in: Open) -> None:

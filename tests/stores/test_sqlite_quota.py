@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpager.errors import InputError, StoreFull, StoreLocked
+from kvpager.errors import InputError, StoreLocked, StoreTooLarge
 from kvpager.stored import Scores, StoredBlock
 from kvpager.stores.sqlite import SqliteStore
 from tests.stores.fake import Clock, key_of
@@ -15,11 +15,6 @@ from tests.stores.sqlite_rig import MIB, MINE, YOURS, chain, found, keys, on_dis
 
 LIMIT = 5 * MIB
 BATCH = 2**18  # four blocks of 64 KiB
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "folder" / "store.db"
 
 
 def put(tier: SqliteStore, path: Path, blocks: list[StoredBlock]) -> int:
@@ -151,10 +146,10 @@ def test_a_block_larger_than_the_store_is_left_out_and_a_record_is_refused(path:
     (small,), (large,) = chain(1), chain(1, 1, pages=90, page_bytes=65536)
     assert tier.put([large, small]) == 1
     assert found(tier, [large, small]) == [False, True]
-    with pytest.raises(StoreFull, match="no room for a record of 6291456 bytes"):
+    with pytest.raises(StoreTooLarge, match="no room for a record of 6291456 bytes"):
         tier.save_record(key_of(1), MINE, bytes(6 * MIB))
     tier.save_record(key_of(1), MINE, b"old")
-    with pytest.raises(StoreFull):
+    with pytest.raises(StoreTooLarge):
         tier.save_record(key_of(1), MINE, bytes(6 * MIB))
     assert tier.load_record(key_of(1)) == b"old"
     tier.close()
@@ -267,4 +262,27 @@ def test_whatever_is_used_the_limit_holds_and_no_block_loses_its_parent(
     assert sum(sum(found(tier, one)) for one in all_chains) == tier.sizes().blocks
     assert tier.damaged == 0
     assert tier.verify().damaged == ()
+    tier.close()
+
+
+@pytest.mark.parametrize("page_bytes", [2048, 20480, 369664])
+@pytest.mark.parametrize("length", [1, 8])
+def test_blocks_of_any_size_stay_within_the_limit_and_one_batch(path: Path, page_bytes: int, length: int) -> None:
+    limit = 4 * MIB
+    batch = max(limit // 16, page_bytes)
+    tier = store(path, limit)
+    blocks = [
+        block
+        for seed in range(1 + 3 * limit // 2 // page_bytes // length)
+        for block in chain(length, seed, pages=1, page_bytes=page_bytes)
+    ]
+    step = batch // page_bytes
+    for at in range(0, len(blocks), step):
+        tier.put(blocks[at : at + step])
+        if at % (3 * step) == 0:  # some are used again, here and there
+            some = keys(blocks[at // 2 : at // 2 + length])
+            tier.heads(some)
+            tier.update([Scores(key, b"scores", 1) for key in some], at)
+        assert on_disk(path) <= limit + batch
+    assert tier.sizes().payload_bytes > limit // 4
     tier.close()

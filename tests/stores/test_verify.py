@@ -37,7 +37,7 @@ def test_a_whole_store_is_whole(path: Path) -> None:
     assert report.nbytes > 12 * 16 * 4096
     assert seen[-1] == (15, 15)
     assert seen == sorted(seen)
-    assert report.blocks_damaged == report.records_damaged == []
+    assert report.rows_damaged("blocks") == report.rows_damaged("records") == []
     tier.close()
 
 
@@ -75,8 +75,8 @@ def test_every_damaged_page_is_found_and_no_other(
     found = {(one.key, one.page) for one in report.damaged}
     assert found == {(BLOCKS[block].head.key, page) for block, page in pages}
     assert all(one.kind == "page" for one in report.damaged)
-    assert len(report.blocks_damaged) == len({block for block, _ in pages})
-    tier.drop(report.blocks_damaged)
+    assert len(report.rows_damaged("blocks")) == len({block for block, _ in pages})
+    tier.drop_damaged(report)
     assert tier.verify().damaged == ()
     tier.close()
 
@@ -104,8 +104,8 @@ def test_other_damage_is_told_by_its_kind(path: Path, change: str, kind: str) ->
         assert connection.execute(change, {"id": number}).rowcount == 1
     tier = store(path)
     report = tier.verify()
-    assert [(one.kind, one.key, one.page) for one in report.damaged] == [(kind, key, None)]
-    assert report.blocks_damaged == [key]
+    assert [(one.kind, one.key, one.page, one.row) for one in report.damaged] == [(kind, key, None, number)]
+    assert report.rows_damaged("blocks") == [number]
     tier.close()
 
 
@@ -128,7 +128,9 @@ def test_a_damaged_record_is_found(path: Path) -> None:
     tier = store(path)
     report = tier.verify()
     assert [(one.kind, one.key) for one in report.damaged] == [("record", key_of(1))]
-    assert report.records_damaged == [key_of(1)]
+    assert report.rows_damaged("blocks") == []
+    tier.drop_damaged(report)
+    assert tier.verify().damaged == ()
     tier.close()
 
 
@@ -140,7 +142,7 @@ def test_a_malformed_database_is_told_and_left_as_it_is(path: Path) -> None:
     tier = store(path)
     report = tier.verify()
     assert {one.kind for one in report.damaged} == {"file", "block"}
-    assert report.blocks_damaged == [BLOCKS[3].head.key]
+    assert {one.key for one in report.damaged if one.kind == "block"} == {BLOCKS[3].head.key}
     assert report.blocks == 11
     tier.close()
     assert path.read_bytes() == data
@@ -165,8 +167,8 @@ def test_what_is_taken_away_meanwhile_is_no_damage(path: Path) -> None:
 
 
 def test_a_report_says_what_it_saw_once() -> None:
-    one = Damage("page", b"a", 1, "")
+    one = Damage("page", b"a", 1, "", 7)
     from kvpager.stores.verify import Report
 
-    report = Report(1, 2, 0, 3, (one, Damage("page", b"a", 2, ""), Damage("head", b"b", None, "")))
-    assert report.blocks_damaged == [b"a", b"b"]
+    report = Report(1, 2, 0, 3, (one, Damage("page", b"a", 2, "", 7), Damage("head", b"b", None, "", 9)))
+    assert report.rows_damaged("blocks") == [7, 9]

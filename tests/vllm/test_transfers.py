@@ -185,15 +185,15 @@ def test_a_request_that_ends_is_saved_if_there_is_room_by_now() -> None:
     assert transfers.take_counts().get("skipped_blocks", 0) == 0
 
 
-def test_the_store_is_told_while_prompts_are_computed() -> None:
-    told: list[bool] = []
+def test_the_store_is_told_how_much_it_may_take_of_the_processors() -> None:
+    told: list[float] = []
     transfers = Transfers(MemoryStore(), Pages(layers(1), "layout"), yields=told.append)
-    for plan in (Plan(), Plan(prompts=True), Plan(idle=True)):
+    for plan in (Plan(prompts=True), Plan(prompts=True), Plan(), Plan(idle=True)):
         transfers.begin(plan)
-        told_before = list(told)
         transfers.save(plan)
-        assert told_before[-1:] == ([True] if plan.prompts else told[-1:])
-    assert told == [True, False]
+    nothing, again, little, all_of_it = told
+    assert (nothing, again, all_of_it) == (0, 0, 1), "between two parts of a prompt nothing is written either"
+    assert 0 < little < 0.1
 
 
 def test_gauges_are_told_when_they_change_and_the_store_is_asked_once_a_second() -> None:

@@ -309,9 +309,7 @@ class _Clocks:
         self._time(cache, "update", "paging")
         state = cache.pager._state
         self._store: Any = getattr(state.digest, "store", None)
-        if self._store is not None:
-            self._store.timed = True
-        elif state.digest is not None:
+        if self._store is None and state.digest is not None:
             for name in ("build", "choose"):
                 self._time(state.digest, name, "selection")
         self._set(state.kernel, "write", self._around("paging", state.kernel.write))
@@ -319,8 +317,6 @@ class _Clocks:
 
     def remove(self) -> None:
         """Everything as it was: other steps are as quick as without clocks."""
-        if self._store is not None:
-            self._store.timed = False
         for owner, name, before in self._placed:
             if before is None:
                 del vars(owner)[name]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpager.cli.console import emit, say
 from kvpager.cli.options import add_model_options, add_pager_options, add_sampling_options, pager_options, positive
-from kvpager.cli.store_options import add_store_options, store_options
+from kvpager.cli.store_options import add_store_options, refuse_store_options, store_options
 from kvpager.errors import KVPagerError
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def _partner(args: argparse.Namespace) -> AbstractContextManager[Partner]:
     if args.url is not None:
         from kvpager.cli.options import DEFAULT_MODEL
 
+        refuse_store_options(args, "of no use with --url: that server has a store of its own, or none")
         model = None if args.model == DEFAULT_MODEL else args.model
         return chat_partners.Server(args.url, os.environ.get(args.api_key_env) or None, model, settings)
     paging = pager_options(args)

@@ -15,6 +15,7 @@ from kvpager.cli.options import number, size
 from kvpager.config import parse_size
 from kvpager.errors import ConfigError, InputError
 from kvpager.stored import TENANT_BYTES
+from kvpager.stores import LEAST_LIMIT_BYTES
 
 if TYPE_CHECKING:
     from kvpager.stores import RedisDesk, SqliteStore
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 MIB = 2**20
+LEAST = f"{LEAST_LIMIT_BYTES // MIB}MiB"
 DAY_S = 86400
 DAMAGED = 1  # the exit code of `verify` where something is
 MOST_LINES = 20  # of what is damaged, for people
@@ -55,7 +57,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     verify = _add_task(tasks, "verify", f"read and check everything; exit code {DAMAGED} where it is damaged", check)
     verify.add_argument("--drop", action="store_true", help="forget what is damaged, so that it is computed anew")
     prune_ = _add_task(tasks, "prune", "forget what is worth least, or old, or a tenant's", prune, "--limit 5GiB")
-    prune_.add_argument("--limit", type=size, metavar="SIZE", help="until it takes no more than so much on disk")
+    prune_.add_argument(
+        "--limit", type=size, metavar="SIZE", help=f"until it takes no more than so much on disk, at least {LEAST}"
+    )
     prune_.add_argument(
         "--unused", type=number(0, 1e6), metavar="DAYS", help="what was not used for so long, of --tenant or of all"
     )
@@ -68,7 +72,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     import_ = _add_task(tasks, "import", "store what an archive has", take, "blocks.kvpa")
     import_.add_argument("archive", metavar="ARCHIVE", help="what `export` has written")
     import_.add_argument(
-        "--limit", type=size, default="10GiB", metavar="SIZE", help="bytes on disk at most (default: %(default)s)"
+        "--limit",
+        type=size,
+        default="10GiB",
+        metavar="SIZE",
+        help=f"bytes on disk at most, at least {LEAST} (default: %(default)s)",
     )
 
 
@@ -144,18 +152,18 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 def stats(args: argparse.Namespace) -> int:
     """Tell what is held; returns 0. Raises InputError and StoreError."""
     with opened(args.path) as store:
-        sizes, tenants, files = (
-            store.sizes(),
-            store.tenants(),
-            {} if isinstance(store.path, str) else _files(store.path),
-        )
+        sizes, tenants = store.sizes(), store.tenants()
+        files = {} if isinstance(store.path, str) else _files(store.path)
+        reserve = 0 if isinstance(store.path, str) else files.get(f"{store.path.name}.reserve", 0)
+    held = sizes.bytes - reserve
     figures: dict[str, Any] = {
         "path": str(store.path),
         "blocks": sizes.blocks,
         "sessions": sizes.records,
         "payload_bytes": sizes.payload_bytes,
         "bytes": sizes.bytes,
-        "overhead": sizes.bytes / sizes.payload_bytes - 1 if sizes.payload_bytes else None,
+        "reserve_bytes": reserve,
+        "overhead": held / sizes.payload_bytes - 1 if sizes.payload_bytes else None,
         "files": files,
         "tenants": [{**asdict(one), "tenant": _named(one.tenant)} for one in tenants],
     }
@@ -167,10 +175,12 @@ def stats(args: argparse.Namespace) -> int:
         (_named(one.tenant), str(one.blocks), str(one.records), _mib(one.bytes), _mib(one.payload_bytes))
         for one in tenants
     ]
-    more = "" if figures["overhead"] is None else f", {figures['overhead']:.1%} more than its pages"
+    more = "" if figures["overhead"] is None else f", without the reserve {figures['overhead']:.1%} more than its pages"
     emit(
         f"{store.path}: {sizes.blocks} blocks and {sizes.records} sessions, {_mib(sizes.payload_bytes)} MiB of pages; "
-        f"{_mib(sizes.bytes)} MiB {'on disk' if files else 'held'}{more}\n"
+        f"{_mib(sizes.bytes)} MiB {'on disk' if files else 'held'}"
+        + (f", {_mib(reserve)} MiB of them kept free for a full disk (the reserve)" if reserve else "")
+        + f"{more}\n"
         + "".join(f"  {name}  {_mib(nbytes)} MiB\n" for name, nbytes in files.items())
         + (f"\n{aligned(rows)}" if tenants else "")
     )
@@ -194,9 +204,7 @@ def check(args: argparse.Namespace) -> int:
         report = store.verify(tell)
         seconds = time.perf_counter() - began
         if args.drop:
-            store.drop(report.blocks_damaged)
-            for key in report.records_damaged:
-                store.drop_record(key)
+            store.drop_damaged(report)
     if args.json:
         damaged = [{**asdict(one), "key": one.key.hex()} for one in report.damaged]
         counts = {"blocks": report.blocks, "pages": report.pages, "sessions": report.records, "bytes": report.nbytes}
@@ -217,7 +225,7 @@ def _checked(report: Report, seconds: float, dropped: bool) -> str:
     lines = [f"{head}: {len(report.damaged)} damaged", *map(_damage, report.damaged[:MOST_LINES])]
     if len(report.damaged) > MOST_LINES:
         lines.append(f"  and {len(report.damaged) - MOST_LINES} more; --json has all of them")
-    lost = f"{len(report.blocks_damaged)} blocks and {len(report.records_damaged)} sessions"
+    lost = f"{len(report.rows_damaged('blocks'))} blocks and {len(report.rows_damaged('records'))} sessions"
     lines.append(f"forgotten: {lost}" if dropped else f"{lost} are missed when they are asked for; --drop forgets them")
     return "\n".join(lines)
 

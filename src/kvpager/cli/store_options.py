@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from kvpager.build import PagerOptions, StoreOptions, require_storable, require_store
 from kvpager.cli.options import number, size, whole
-from kvpager.stores import COMPRESSIONS, PUBLISHING, SYNCHRONOUS
+from kvpager.errors import ConfigError
+from kvpager.stores import COMPRESSIONS, LEAST_LIMIT_BYTES, PUBLISHING, SYNCHRONOUS
 
-__all__ = ["add_store_options", "store_options"]
+__all__ = ["add_store_options", "refuse_store_options", "store_options"]
+
+FIELDS = {
+    "limit": "limit",
+    "tenant_limit": "tenant_limit",
+    "synchronous": "sync",
+    "compression": "compression",
+    "publish": "publish",
+    "publish_hits": "publish_hits",
+    "shared_limit": "shared_limit",
+    "ttl_s": "ttl",
+    "timeout_s": "timeout",
+}
+"""Fields of StoreOptions, and the options that say them: ``--store-`` and this."""
 
 
 def add_store_options(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +38,10 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
         "and answers are written there (default: none)",
     )
     group.add_argument(
-        "--store-limit", type=size, default="10GiB", metavar="SIZE", help="bytes on disk at most (default: %(default)s)"
+        "--store-limit",
+        type=size,
+        metavar="SIZE",
+        help=f"bytes on disk at most, {LEAST_LIMIT_BYTES // 2**20}MiB at least (default: {StoreOptions.limit})",
     )
     group.add_argument(
         "--store-tenant-limit",
@@ -34,46 +52,62 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--store-sync",
         choices=SYNCHRONOUS,
-        default="normal",
-        help="normal: what was stored survives a kill; full: and a loss of power (default: normal)",
+        help="normal: what was stored survives a kill; full: and a loss of power "
+        f"(default: {StoreOptions.synchronous})",
     )
     group.add_argument(
         "--store-publish",
         choices=PUBLISHING,
-        default="selective",
-        help="which blocks go to Redis: those that were found again, all, none (default: selective)",
+        help=f"which blocks go to Redis: those that were found again, all, none (default: {StoreOptions.publish})",
     )
     group.add_argument(
         "--store-publish-hits",
         type=whole(1),
-        default=1,
         metavar="N",
-        help="selective: after so many hits (default: %(default)s)",
+        help=f"selective: after so many hits (default: {StoreOptions.publish_hits})",
     )
     group.add_argument(
         "--store-shared-limit",
         type=size,
-        default="10GiB",
         metavar="SIZE",
-        help="bytes that all nodes together store in Redis (default: %(default)s)",
+        help=f"bytes that all nodes together store in Redis (default: {StoreOptions.shared_limit})",
     )
     group.add_argument(
         "--store-ttl",
         type=whole(1),
-        default=7 * 86400,
         metavar="SECONDS",
         help="how long after its last use a block or session stays in Redis (default: a week)",
     )
     group.add_argument(
         "--store-timeout",
         type=number(0.001, 60),
-        default=0.1,
         metavar="SECONDS",
-        help="how long a request waits for Redis at most (default: %(default)s)",
+        help=f"how long a request waits for Redis at most (default: {StoreOptions.timeout_s})",
     )
     group.add_argument(
-        "--store-compression", choices=COMPRESSIONS, default="none", help="of pages, lossless (default: none)"
+        "--store-compression",
+        choices=COMPRESSIONS,
+        help=f"of pages, lossless (default: {StoreOptions.compression})",
     )
+
+
+def _places(args: argparse.Namespace) -> list[str]:
+    return [place for place in args.store or [] if place.lower() != "none"]
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """What was said about the store but its path, by the fields of StoreOptions."""
+    values = {field: getattr(args, f"store_{name}") for field, name in FIELDS.items()}
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def refuse_store_options(args: argparse.Namespace, why: str) -> None:
+    """Raise ConfigError, which says why, where anything was said about a store; "none" says nothing."""
+    names = [f"--store-{FIELDS[field].replace('_', '-')}" for field in _given(args)]
+    if _places(args):
+        names.insert(0, "--store")
+    if names:
+        raise ConfigError(f"store: {', '.join(names)} {'is' if len(names) == 1 else 'are'} {why}")
 
 
 def store_options(args: argparse.Namespace, paging: PagerOptions) -> StoreOptions | None:
@@ -81,21 +115,11 @@ def store_options(args: argparse.Namespace, paging: PagerOptions) -> StoreOption
 
     Raises ConfigError for what can't be (with `paging` too) and MissingDependency, before anything is loaded.
     """
-    places = [place for place in args.store or [] if place.lower() != "none"]
+    given, places = _given(args), _places(args)
     if not places:
+        refuse_store_options(args, "of no use without --store: nothing is stored")
         return None
-    options = StoreOptions.at(
-        places,
-        limit=args.store_limit,
-        tenant_limit=args.store_tenant_limit,
-        synchronous=args.store_sync,
-        compression=args.store_compression,
-        publish=args.store_publish,
-        publish_hits=args.store_publish_hits,
-        shared_limit=args.store_shared_limit,
-        ttl_s=args.store_ttl,
-        timeout_s=args.store_timeout,
-    )
+    options = StoreOptions.at(places, **given)
     require_storable(paging)
     require_store(options)
     return options

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from time import perf_counter
 
 import numpy as np
 
@@ -227,7 +228,8 @@ class Attender:
         )
 
     def _run(self, plan: _Plan, layer: int, query: Query, ticks: list[int]) -> BatchResult:
-        residency = self._residency
+        residency, latencies = self._residency, self._residency.latencies
+        begun, chosen = perf_counter(), 0.0 if self._digest is None else self._digest.seconds
         if plan.expired.size:
             residency.table.expired[plan.expired, layer] = True
         batch = self._kernel.batch(
@@ -257,6 +259,9 @@ class Attender:
         if self.observers:
             for tile, (start, stop) in zip(plan.members, pairwise(result.offsets), strict=True):
                 self._tell(tile, layer, result, slice(start, stop))
+        if plan.choosing and self._digest is not None:
+            latencies.select.add(self._digest.seconds - chosen)
+        latencies.attend.add(perf_counter() - begun)
         return result
 
     def _estimated(self, plan: _Plan, layer: int, ratios: FloatArray) -> None:

@@ -131,6 +131,11 @@ class Blocks:
         return len(self._cached)
 
     @property
+    def cached_rows(self) -> list[int]:
+        """Their rows."""
+        return list(self._cached)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys, tokens and counts, as the arrays they stand for (not Python's own overhead)."""
         return 8 * self.rows + len(self._entries) * (64 + 8 * self._page_size)

@@ -100,6 +100,7 @@ def stats(state: State) -> PagerStats:
         peak_rss_bytes=peak_rss_bytes(),
         frames=state.pool.frames,
         frames_used=state.pool.used,
+        frames_cached=int(np.count_nonzero(state.table.frame[state.blocks.cached_rows] != ABSENT)),
         sequences=len(state.sequences),
         tokens=state.tokens,
         cached_blocks=state.blocks.cached,

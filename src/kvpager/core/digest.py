@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class Digest(ABC):
         self.head_dim = head_dim
         self.page_size = page_size
         self.capacity = 0
+        self.seconds = 0.0  # spent choosing so far
         self._scratch: dict[str, FloatArray] = {}
         self._arrays: list[list[npt.NDArray[Any]]] = [
             [np.zeros((0, kv_heads, *shape), dtype) for shape, dtype in self._fields()] for _ in range(layers)
@@ -142,7 +144,10 @@ class Digest(ABC):
 
         Of each query head every `sample`-th query of the tile takes part (see `looks`).
         """
-        return choose(self.shares(layer, rows, tile, starts, own_lse, self.sample), room)
+        begun = perf_counter()
+        chosen = choose(self.shares(layer, rows, tile, starts, own_lse, self.sample), room)
+        self.seconds += perf_counter() - begun
+        return chosen
 
     def shares(
         self,

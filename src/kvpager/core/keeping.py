@@ -35,6 +35,8 @@ class Wanted(NamedTuple):
     """A block that a prompt or a session goes on from."""
 
     key: bytes
+    parent: bytes
+    depth: int
     tokens: bytes
     approximate: bool
 
@@ -73,16 +75,17 @@ class Keeper:
         run: list[Wanted] = []
         for kind in (False, True):
             if kind >= approximate:  # nothing after an approximate block is exact
-                run += self._run(pieces[len(run) :], parent, kind)
+                run += self._run(pieces[len(run) :], parent, len(found.rows) + len(run), kind)
                 parent = run[-1].key if run else parent
         return run
 
-    def _run(self, pieces: list[bytes], parent: bytes, approximate: bool) -> list[Wanted]:
+    def _run(self, pieces: list[bytes], parent: bytes, depth: int, approximate: bool) -> list[Wanted]:
         blocks = self._state.blocks
         run: list[Wanted] = []
-        for piece in pieces:
-            parent = blocks.keys.key(parent, piece, approximate)
-            run.append(Wanted(parent, piece, approximate))
+        for place, piece in enumerate(pieces, depth):
+            key = blocks.keys.key(parent, piece, approximate)
+            run.append(Wanted(key, parent, place, piece, approximate))
+            parent = key
         return run[: self.present(run)]
 
     def present(self, run: list[Wanted]) -> int:
@@ -109,7 +112,7 @@ class Keeper:
         for place, head in heads:
             row = rows[place] = blocks.take()
             one = run[place]
-            blocks.register(row, Name(one.key, head.parent, root, head.depth, one.tokens, one.approximate))
+            blocks.register(row, Name(one.key, one.parent, root, one.depth, one.tokens, one.approximate))
             fresh.append((row, head))
         state.fit()
         if fresh and not self._install(fresh):
@@ -139,7 +142,7 @@ class Keeper:
                 rows.append(-1)
             else:
                 name = blocks.name(row)
-                if name is None or name.tokens != one.tokens:
+                if name is None or (name.parent, name.tokens) != (one.parent, one.tokens):
                     break
                 blocks.share(row)  # before a row is taken, for which it might have to make way
                 rows.append(row)
@@ -149,8 +152,8 @@ class Keeper:
         """Whether a head is of the block that is wanted. Its key says so too: no collision and no nonsense that
         somebody wrote under it can serve foreign pages.
         """
-        given = (head.tokens, head.approximate, head.pages, head.page_bytes)
-        fits = given == (wanted.tokens, wanted.approximate, self._pages, self._state.page_bytes)
+        given = (head.parent, head.depth, head.tokens, head.approximate, head.pages, head.page_bytes)
+        fits = given == (*wanted[1:], self._pages, self._state.page_bytes)
         if not fits:
             self._lose([wanted.key])
         return fits
@@ -227,7 +230,7 @@ class Keeper:
             names = [state.blocks.name(row) for row in some]
             keys = [b"" if name is None else name.key for name in names]
             for row, pages in zip(some, self.store.get(keys), strict=True):
-                if pages is None:
+                if pages is None or pages.shape != (self._pages, state.page_bytes):
                     lost.append(row)
                     continue
                 state.residency.adopt(row, pages)

@@ -14,7 +14,7 @@ from kvpager.core.checks import whole
 from kvpager.core.guards import Guarded, owned
 from kvpager.core.sequence import Sequence
 from kvpager.ports import FloatArray
-from kvpager.stats import PagerStats
+from kvpager.stats import PagerLatencies, PagerStats
 
 __all__ = ["Looking"]
 
@@ -92,6 +92,11 @@ class Looking(Guarded):
     def stats(self) -> PagerStats:
         """Counters and sizes."""
         return books.stats(self._state)
+
+    @owned
+    def latencies(self) -> PagerLatencies:
+        """How long parts of the work took."""
+        return self._state.residency.latencies.look()
 
     @owned
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from kvpager.core.scorer import AttentionScorer
 from kvpager.core.victims import Clock, Victims
 from kvpager.errors import PageLost, SwapError
 from kvpager.ports import Bytes, FrameStorage, IntArray, Swap
+from kvpager.stats import Latencies
 
 __all__ = ["Clock", "Counters", "Residency"]
 
@@ -68,6 +70,7 @@ class Residency:
         self.table = table
         self.clock = Clock()
         self.counters = Counters()
+        self.latencies = Latencies()
         self._heads = np.arange(table.heads)
         self._victims = Victims(pool, table, policy, scorer, self.clock, config.seed)
         self._give_up, self._reclaim = give_up, reclaim
@@ -101,10 +104,12 @@ class Residency:
         frames = table[flat].astype(np.int64)
         absent = (frames == ABSENT).nonzero()[0]
         if absent.size:
+            begun = perf_counter()
             back = flat[absent]
             self._recall(self._once(back), frames[frames != ABSENT])
             frames[absent] = table[back]
             self.table.expired.reshape(-1)[back // self.table.heads] = False
+            self.latencies.fault.add(perf_counter() - begun)
         return frames, absent
 
     def _once(self, flat: IntArray) -> IntArray:

@@ -18,14 +18,13 @@ import numpy.typing as npt
 from kvpager.core.blocks import Name, packed
 from kvpager.core.keeping import Keeper, Wanted
 from kvpager.core.sequence import Sequence
+from kvpager.core.sound import FORMAT, sound
 from kvpager.core.state import State, approximate_settings
 from kvpager.core.transaction import frames_needed
 from kvpager.errors import KVPagerError, PageLost, SwapError
 from kvpager.stored import KEY_BYTES
 
 __all__ = ["SavedSequence", "restore", "save"]
-
-FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -143,15 +142,15 @@ def _slots(state: State, sequence: Sequence) -> npt.NDArray[np.uint8]:
 
 def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int], salt: bytes) -> Sequence | None:
     """A sequence that holds the longest part of `saved` from which `prompt` goes on; see Pager.restore."""
-    if saved.header.get("format") != FORMAT or saved.header.get("namespace") != state.blocks.keys.namespace:
-        return None
     size, root = state.config.page_size, state.blocks.root(salt)
+    if not sound(state, saved, root):
+        return None
     tokens = saved.tokens
     length = _usable(state, tokens, prompt)
     start = saved.header["approximate_from"]
     if start is not None and saved.header["approximate"] != approximate_settings(state.config):
         length = min(length, _boundary(state, start))  # what another budget left out is not to be gone on from
-    run = _run(saved, tokens, length // size, size)
+    run = _run(saved, root, length // size, size)
     length = _cut(state, length, keeper.present(run))
     if length % size and not _whole(state, saved, length % size):
         length = _boundary(state, length)
@@ -160,11 +159,13 @@ def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int
     try:
         kept = _cut(state, length, len(rows))
         sequence = _sequence(state, saved, rows[: kept // size], kept, root)
-        if kept % size:
-            _reopen(state, sequence, saved)
+        whole = not kept % size or _reopen(state, sequence, saved)
     except KVPagerError:
         state.blocks.drop_all(rows[::-1])
         raise
+    if not whole:
+        state.blocks.drop_all(rows[::-1])
+        return None
     state.blocks.drop_all(rows[kept // size :][::-1])
     sequence.cost.evictions -= state.table.evictions(sequence.rows)
     state.sequences[sequence.id] = sequence
@@ -200,12 +201,15 @@ def _whole(state: State, saved: SavedSequence, tokens: int) -> bool:
     return slots is not None and slots.shape == (tokens, pages * state.residency.storage.token_bytes)
 
 
-def _run(saved: SavedSequence, tokens: list[int], count: int, size: int) -> list[Wanted]:
-    exact, count = int(saved.header["exact"]), min(count, len(saved.arrays["keys"]))
-    return [
-        Wanted(saved.arrays["keys"][depth].tobytes(), packed(tokens[depth * size : (depth + 1) * size]), depth >= exact)
-        for depth in range(count)
-    ]
+def _run(saved: SavedSequence, root: bytes, count: int, size: int) -> list[Wanted]:
+    exact, tokens = saved.header["exact"], saved.tokens
+    run: list[Wanted] = []
+    parent = root
+    for depth in range(min(count, len(saved.arrays["keys"]))):
+        key = saved.arrays["keys"][depth].tobytes()
+        run.append(Wanted(key, parent, depth, packed(tokens[depth * size : (depth + 1) * size]), depth >= exact))
+        parent = key
+    return run
 
 
 def _sequence(state: State, saved: SavedSequence, rows: list[int], length: int, root: bytes) -> Sequence:
@@ -215,7 +219,7 @@ def _sequence(state: State, saved: SavedSequence, rows: list[int], length: int, 
     state.opened += 1
     sequence.root = root
     sequence.rows = np.array(rows, np.int64)
-    sequence.keys = [key.tobytes() for key in saved.arrays["keys"][: min(int(header["chain"]), len(rows))]]
+    sequence.keys = [key.tobytes() for key in saved.arrays["keys"][: min(header["chain"], len(rows))]]
     sequence.length = length
     sequence.filled[:] = length
     sequence.tokens = saved.tokens[:length]
@@ -226,8 +230,11 @@ def _sequence(state: State, saved: SavedSequence, rows: list[int], length: int, 
     return sequence
 
 
-def _reopen(state: State, sequence: Sequence, saved: SavedSequence) -> None:
-    """Give a sequence its open block. Raises PoolExhausted or SwapError with nothing changed."""
+def _reopen(state: State, sequence: Sequence, saved: SavedSequence) -> bool:
+    """Give a sequence its open block; False where its numbers can be nobody's.
+
+    Raises PoolExhausted or SwapError. Nothing is changed then, nor where it is False.
+    """
     state.require_frames(frames_needed(state, {}) + state.shape.layers * state.shape.kv_heads, "a saved sequence")
     row = state.blocks.take()
     state.fit()
@@ -239,6 +246,9 @@ def _reopen(state: State, sequence: Sequence, saved: SavedSequence) -> None:
         raise
     slots = saved.arrays["slots"].reshape(sequence.length % state.config.page_size, len(frames), -1)
     state.residency.storage.put_tokens(frames, slots.swapaxes(0, 1))
+    if not _finite(state, row):
+        state.blocks.drop(row)
+        return False
     depth, now = np.array([len(sequence.rows)], np.int64), state.residency.clock.tick
     for layer in range(state.shape.layers):
         state.scorer.born(rows, layer, depth, now)
@@ -247,3 +257,11 @@ def _reopen(state: State, sequence: Sequence, saved: SavedSequence) -> None:
     if scores is not None and fits and saved.header["scores"] == state.scorer.kind:
         state.scorer.load(rows, depth, scores[None], now)
     sequence.rows = np.append(sequence.rows, row)
+    return True
+
+
+def _finite(state: State, row: int) -> bool:
+    """Whether all numbers of an open block are finite, as all that a pager takes in are."""
+    frames = state.table.frame[row].reshape(-1).astype(np.int64)
+    with np.errstate(invalid="ignore"):
+        return all(np.isfinite(one).all() for one in state.residency.storage.read(frames, np.zeros_like(frames)))

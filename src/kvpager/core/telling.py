@@ -76,11 +76,7 @@ def tell(state: State, keeper: Keeper, marked: Listed[tuple[Sequence, Mark]], sc
     slots, told = _read(state, opened), _scores(state, marked, opened) if scores else {}
     new = [key for some in keys for key in some]
     if new:
-        keeper.store.publish(new)
-        for (sequence, mark), some in zip(marked, keys, strict=True):
-            for row in sequence.rows[mark.blocks : mark.blocks + len(some)].tolist():
-                keeper.offer(row)  # again, should the store have let it go before it was to be published
-        keeper.flush()
+        keeper.publish(new)  # which offers them again, should the store have let them go before
     gained: list[Gained | None] = []
     for place, (sequence, mark) in enumerate(marked):
         whole = mark.blocks + len(keys[place]) == sequence.length // size
@@ -145,7 +141,7 @@ def joined(saved: Saved, page_size: int) -> SavedSequence | None:
         "keys": np.frombuffer(saved.keys, np.uint8).reshape(-1, KEY_BYTES),
     }
     count = length % page_size
-    if count and len(saved.slots) % count == 0:
+    if count and saved.slots and len(saved.slots) % count == 0:
         arrays["slots"] = np.frombuffer(saved.slots, np.uint8).reshape(count, -1)
     if saved.scores:
         arrays["open_scores"] = np.frombuffer(saved.scores, np.uint8)

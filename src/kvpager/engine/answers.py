@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from kvpager.core.pager import Pager
+from kvpager.engine.latencies import Latencies
 from kvpager.engine.outputs import FinishReason, Output, TokenLogprob
 from kvpager.engine.request import Choice, Request
 from kvpager.engine.runner import Drawn
@@ -24,6 +25,7 @@ class Answers:
     requests   by id, until they have ended
     outputs    that the next step gives out
     finished   ended requests by how they ended; tokens: of them, by kind
+    latencies  how long they waited for what
     """
 
     def __init__(self, pager: Pager, scheduler: Scheduler, sessions: Sessions, end_ids: frozenset[int]) -> None:
@@ -32,11 +34,12 @@ class Answers:
         self.outputs: list[Output] = []
         self.finished: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.latencies = Latencies()
 
     def retell(self, now: float) -> None:
         """Tell what answers that go on had come to when they were cut short."""
         for choice, piece in self._sessions.retold():
-            choice.first_token = now
+            choice.first_token = choice.last_token = now
             self.tokens["completion"] += len(choice.output)
             self.outputs.append(self._output(choice, piece, tuple(choice.output), None))
 
@@ -85,6 +88,10 @@ class Answers:
         choice.output.append(token)
         if choice.first_token is None:
             choice.first_token = now
+            self.latencies.first_token.add(now - request.arrived)
+        else:
+            self.latencies.between_tokens.add(now - choice.last_token)
+        choice.last_token = now
         self.tokens["completion"] += 1
         reason: FinishReason | None = None
         stop: str | int | None = None
@@ -141,6 +148,7 @@ class Answers:
             self._scheduler.close(choice)
         output = self._output(choice, piece, tokens, logprobs)
         usage = request.usage(choice, now)
+        self.latencies.ended(usage)
         self.outputs.append(replace(output, finish_reason=reason, stop_reason=stop, usage=usage, error=error))
 
     def _fork(self, request: Request) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpager.engine.calls import Calls, settle
-from kvpager.engine.health import Health, State
+from kvpager.engine.health import Health, Look, State
 from kvpager.engine.outputs import Output
 from kvpager.engine.releases import Releases
 from kvpager.engine.stream import Stream
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from kvpager.engine.params import SamplingParams
     from kvpager.journaled import JournalSink, Resumable
 
-__all__ = ["AsyncEngine", "Health", "State"]
+__all__ = ["AsyncEngine", "Health", "Look", "State"]
 
 T = TypeVar("T")
+LOOK_S = 0.005  # between two looks at a store that erases
 
 
 class AsyncEngine:
@@ -42,6 +43,7 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}  # the loop's
         self._live: dict[str, int] = {}  # requests of the engine, and choices that run; its thread alone uses it
         self._calls = Calls()
+        self._erasing: dict[bytes, asyncio.Lock] = {}
         self._outbox: list[Output] = []
         self._outbox_lock = threading.Lock()
         self._releases = Releases()
@@ -159,13 +161,25 @@ class AsyncEngine:
         """The engine's figures between two steps; raises EngineStopped where there is no engine."""
         return await self._call(lambda engine: engine.stats())
 
+    async def look(self) -> Look:
+        """The engine's figures and latencies between two steps; raises EngineStopped where there is no engine."""
+        return await self._call(lambda engine: Look(engine.stats(), engine.latencies(), engine.pager.config))
+
     async def forget_session(self, salt: bytes, name: str) -> bool:
         """As the engine's, between two steps; raises EngineStopped where there is no engine."""
         return await self._call(lambda engine: engine.forget_session(salt, name))
 
     async def erase(self, salt: bytes) -> int:
-        """As the engine's, between two steps; raises EngineStopped where there is no engine."""
-        return await self._call(lambda engine: engine.erase(salt))
+        """As the engine's; returns how many blocks and sessions there were. Raises EngineStopped without an engine.
+
+        Requests go on while the store erases. A tenant that asks again waits until that is done, so that between two
+        of its wishes the store gets to what others have for it.
+        """
+        async with self._erasing.setdefault(salt, asyncio.Lock()):
+            erasing = await self._call(lambda engine: engine.erase(salt))
+            while not erasing.ended:
+                await asyncio.sleep(LOOK_S)
+            return erasing.wait()
 
     @property
     def store_states(self) -> dict[str, str]:
@@ -173,8 +187,8 @@ class AsyncEngine:
         return self._store_states
 
     async def warm(self, keys: Sequence[bytes]) -> None:
-        """As the engine's, between two steps; raises EngineStopped where there is no engine."""
-        await self._call(lambda engine: engine.warm(keys))
+        """Have stored blocks read that requests will want soon; raises EngineStopped where there is no engine."""
+        await self._call(lambda engine: None if engine.pager.store is None else engine.pager.store.prefetch(keys))
 
     def activate(self) -> None:
         """Take requests, after a time on standby."""
@@ -184,8 +198,7 @@ class AsyncEngine:
     async def abandon(self, flush: Callable[[], None] | None = None) -> None:
         """Take no more requests and let go of all that run, for another engine goes on with them; be on standby.
 
-        Who reads them gets SteppedDown. `flush` (not on this thread) has the journal written that was told until now,
-        and what it releases is given out before; without it nothing is, that was not before.
+        Who reads them gets SteppedDown; before that what `flush` (in another thread) has the journal release.
         """
         if self._health.state in ("loading", "ready"):
             self._health = Health("standby")

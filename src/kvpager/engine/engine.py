@@ -11,6 +11,7 @@ from kvpager.core.pager import Pager
 from kvpager.engine.answers import Answers
 from kvpager.engine.checks import checked
 from kvpager.engine.guided import Guides
+from kvpager.engine.latencies import EngineLatencies
 from kvpager.engine.outputs import EngineStats, Output
 from kvpager.engine.params import SamplingParams
 from kvpager.engine.request import Choice, Entry, Request
@@ -28,7 +29,7 @@ from kvpager.errors import EngineStopped, InputError, PageLost, PoolExhausted, Q
 from kvpager.hf.shape import kv_shape
 from kvpager.journaled import JournalSink, Resumable
 from kvpager.models import LoadedModel
-from kvpager.stored import BlockStore
+from kvpager.stored import BlockStore, Erasing
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -69,7 +70,7 @@ class Engine:
         self.pager = Pager(shape, pager_settings(self.config, pager, shape), store=store)
         self.pager.populate()
         try:
-            self._sessions = Sessions(self.pager)
+            self._sessions = Sessions(self.pager, self._vocabulary)
             self._room = Room(self.pager, self.config.max_num_seqs, model_length(self.config, loaded))
             self._scheduler = Scheduler(
                 self.pager,
@@ -252,6 +253,8 @@ class Engine:
         drawn = self._run(entries) if entries else self._stuck()
         if drawn:
             self._answers.settle(drawn, self._clock())
+        if entries:
+            self._answers.latencies.step.add(self._clock() - now)
         self._whole = True
         outputs = self._answers.take()
         if self._teller is not None:
@@ -327,17 +330,13 @@ class Engine:
         """
         return self._sessions.forget(salt, name)
 
-    def erase(self, salt: bytes) -> int:
-        """Forget all that a tenant has in pool and store; returns how many blocks and sessions the store had.
+    def erase(self, salt: bytes) -> Erasing:
+        """Forget all that a tenant has in pool and store: none of it is found from now on.
 
-        Requests that run go on, and their sessions are not saved. Raises InputError without a store.
+        What is returned says when the store has none of it any more, and how many blocks and sessions it had. Requests
+        that run go on, and their sessions are not saved. Raises InputError without a store.
         """
         return self._sessions.erase(salt)
-
-    def warm(self, keys: Sequence[bytes]) -> None:
-        """Stored blocks that requests will want soon, the most wanted first: a hint."""
-        if self._store is not None:
-            self._store.prefetch(keys)
 
     # -- looking, and the end
 
@@ -360,13 +359,14 @@ class Engine:
             recomputed=self._scheduler.recomputed,
         )
 
+    def latencies(self) -> EngineLatencies:
+        """How long things took."""
+        return self._answers.latencies.look(self.pager.latencies())
+
     @property
     def store_states(self) -> dict[str, str]:
         """The state of each tier of the store, as in StoreStats, the nearest first; none where there is no store."""
-        stats = None if self._store is None else self._store.stats()
-        if stats is None:
-            return {}
-        return {name: tier.state for name, tier in (stats.tiers or {"local": stats}).items()}
+        return {} if self._store is None else self._store.states
 
     def check(self) -> None:
         """Assert that the books balance: the pager's, and that requests and sequences belong together."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpager.errors import EngineStopped, SteppedDown
 
-__all__ = ["Health", "State"]
+if TYPE_CHECKING:
+    from kvpager.config import PagerConfig
+    from kvpager.engine.latencies import EngineLatencies
+    from kvpager.engine.outputs import EngineStats
+
+__all__ = ["Health", "Look", "State"]
 
 State = Literal["loading", "standby", "ready", "draining", "stopped", "failed"]
 
@@ -32,3 +37,11 @@ class Health:
         if self.state == "failed":
             return EngineStopped(f"the engine has failed: {self.error}")
         return EngineStopped("the server is stopping and takes no more requests")
+
+
+class Look(NamedTuple):
+    """What an engine is at one moment."""
+
+    stats: EngineStats
+    latencies: EngineLatencies
+    pager: PagerConfig

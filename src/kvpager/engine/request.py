@@ -36,6 +36,7 @@ class Choice:
         "finish_reason",
         "first_token",
         "index",
+        "last_token",
         "output",
         "replays",
         "request",
@@ -54,6 +55,7 @@ class Choice:
         self.output: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.first_token: float | None = None
+        self.last_token = 0.0
         self.replays = 0
         self.skipped = 0
         self.saved: SavedSequence | None = None

@@ -13,6 +13,7 @@ __all__ = ["Session", "session_key"]
 
 MOST_CHARACTERS = 128
 _FORMAT = b"kvpager-session-1"
+_SEAL = b"kvpager-session-seal-1"
 
 
 def session_key(salt: bytes, name: str) -> bytes:
@@ -30,7 +31,7 @@ def session_key(salt: bytes, name: str) -> bytes:
 class Session:
     """One request's hold on a session.
 
-    key      of its record; tenant: whose it is
+    key      of its record; tenant: whose it is; secret: what its record is sealed with
     seed     from which each turn has its own; turn: which one this is, from 0
     looked   whether the store was asked for its record; record: what it gave, until the request has begun with it
     kept     whether the request's end is saved
@@ -38,6 +39,7 @@ class Session:
 
     key: bytes
     tenant: bytes
+    secret: bytes
     seed: int
     turn: int = 0
     looked: bool = False
@@ -47,7 +49,8 @@ class Session:
     @classmethod
     def named(cls, salt: bytes, name: str, seed: int) -> Session:
         """The session of a tenant. Raises InputError for what is no name."""
-        return cls(session_key(salt, name), tenant(salt), seed)
+        key = session_key(salt, name)
+        return cls(key, tenant(salt), hashlib.sha256(fields(_SEAL, salt, name.encode())).digest(), seed)
 
     @property
     def turn_seed(self) -> int:

@@ -24,7 +24,7 @@ from kvpager.engine.schedule import Schedule
 from kvpager.engine.session import Session, session_key
 from kvpager.engine.session_record import SessionRecord
 from kvpager.errors import InputError, KVPagerError, PageLost, PoolExhausted, SampleError, SessionBusy, SwapError
-from kvpager.stored import BlockStore
+from kvpager.stored import BlockStore, Erasing
 
 __all__ = ["Sessions"]
 
@@ -34,8 +34,8 @@ CUT_SHORT: tuple[FinishReason, ...] = ("abort", "deadline")
 class Sessions:
     """The sessions of one engine, over the pager's store; without one there are none."""
 
-    def __init__(self, pager: Pager) -> None:
-        self._pager = pager
+    def __init__(self, pager: Pager, vocabulary: int) -> None:
+        self._pager, self._vocabulary = pager, vocabulary
         self._held: dict[bytes, Session] = {}
         self._retold: list[tuple[Choice, str]] = []
         self._resumed = self._saved = self._lost = 0
@@ -77,7 +77,8 @@ class Sessions:
         if not session.looked:
             session.looked = True
             data = self._store().load_record(session.key)
-            session.record = None if data is None else SessionRecord.unpack(data)
+            if data is not None:
+                session.record = SessionRecord.unpack(data, session.secret, self._vocabulary)
             self._lost += data is not None and session.record is None
         return session.record
 
@@ -169,7 +170,7 @@ class Sessions:
         try:
             saved = self._pager.save(sequence)
             done = saved is not None and self._store().save_record(
-                session.key, session.tenant, self._record(request, session, saved, cut_short).pack()
+                session.key, session.tenant, self._record(request, session, saved, cut_short).pack(session.secret)
             )
         except KVPagerError:
             done = False
@@ -206,8 +207,8 @@ class Sessions:
             store.release(key)
         return there
 
-    def erase(self, salt: bytes) -> int:
-        """Forget all blocks and sessions of a tenant, here and in the store; returns how many the store had.
+    def erase(self, salt: bytes) -> Erasing:
+        """Forget all blocks and sessions of a tenant, here and in the store: none is found from now on.
 
         Requests that run go on, and their sessions are not saved. Raises InputError without a store.
         """

@@ -42,6 +42,7 @@ class NativeDigest:
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, page_size: int, sample: int) -> None:
         self.store = DigestStore(layers, kv_heads, head_dim, page_size)
+        self.store.timed = True
         self._heads = kv_heads
         self.sample = sample
         self.kind = f"2bit/native/{FORMAT}"
@@ -60,6 +61,11 @@ class NativeDigest:
     def scratch_nbytes(self) -> int:
         """Bytes of scratch that are kept between calls: at most 8 MiB, whatever the length of the sequences."""
         return self.store.scratch_nbytes
+
+    @property
+    def seconds(self) -> float:
+        """How long building and choosing have taken so far, together."""
+        return self.store.nanoseconds * 1e-9
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows, layer by layer and by at least an eighth, so that memory never doubles."""

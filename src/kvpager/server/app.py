@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpager import __version__
 from kvpager.errors import KVPagerError
+from kvpager.observe import CONTENT_TYPE, render
 from kvpager.server import completions
 from kvpager.server.auth import Caller
 from kvpager.server.errors import ApiError, ErrorResponse, as_api_error, not_valid
@@ -30,6 +31,7 @@ from kvpager.server.service import Service
 __all__ = ["create_app"]
 
 OPEN_PATHS = ("/health", "/ready", "/version")  # need no key and no place, so that watchers always get an answer
+METRICS_PATH = "/metrics"  # needs a key where there are keys, and no place
 _log = logging.getLogger(LOGGER)
 
 
@@ -95,6 +97,7 @@ class Gate:
             if status is None:
                 await ErrorResponse(as_api_error(RuntimeError()))(scope, receive, send_with_id)
         finally:
+            self.service.answered[status or 500] += 1
             log["status"] = status
             log["seconds"] = round(time.monotonic() - started, 4)
             _log.log(logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO, "request", extra={"fields": log})
@@ -108,6 +111,9 @@ class Gate:
             caller = self.service.keys.caller(headers.get("authorization"))
             scope["state"]["caller"] = caller
             scope["state"]["log"]["key"] = caller.key
+            if scope["path"] == METRICS_PATH:
+                await self.app(scope, receive, send)
+                return
             with self.service.places:
                 if scope["method"] == "POST":
                     _require_json(headers)
@@ -242,6 +248,11 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
             service.require_ready()
         figures = await service.engine.stats()
         return {**asdict(figures), "requests": service.places.taken, **_pair(service)}
+
+    @app.get(METRICS_PATH)
+    async def metrics() -> Response:
+        """All figures for Prometheus."""
+        return Response(render(await service.snapshot()), media_type=CONTENT_TYPE)
 
 
 def _store_state(service: Service) -> dict[str, Any]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvpager.engine.async_engine import AsyncEngine
-from kvpager.errors import InputError
+from kvpager import __version__
+from kvpager.config import parse_size
+from kvpager.engine.async_engine import AsyncEngine, Look
+from kvpager.errors import EngineStopped, InputError
+from kvpager.observe import Snapshot
+from kvpager.observe.process import memory_limit_bytes, rss_bytes
 from kvpager.server.auth import ApiKeys
 from kvpager.server.errors import RETRY_AFTER_S, ApiError
 from kvpager.server.limits import Limits, Places
@@ -20,6 +27,8 @@ if TYPE_CHECKING:
     from kvpager.journaled import Resumable
 
 __all__ = ["Served", "Service", "ServiceOptions"]
+
+LOOK_SECONDS = 2.0  # that metrics wait for the end of a step
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,8 @@ class Service:
         self._make = make
         self._texts: Texts | None = None
         self._max_model_len = 0
+        self.answered: Counter[int] = Counter()
+        self._look: Look | None = None
 
     def _make_engine(self) -> Engine:
         served = self._make()
@@ -90,6 +101,32 @@ class Service:
         await self.engine.stop(grace_s)
         if self._texts is not None:
             self._texts.close()
+
+    async def snapshot(self) -> Snapshot:
+        """What the metrics are made of. Of an engine that takes long for a step, or has ended: as it was last."""
+        health = self.engine.health
+        if health.state != "loading":
+            with suppress(EngineStopped, TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    self._look = await self.engine.look()
+        look, limits = self._look, {}
+        if look is not None and look.pager.memory is not None:
+            limits["memory"] = parse_size(look.pager.memory, "memory")
+        if (most := memory_limit_bytes()) is not None:
+            limits["cgroup"] = most
+        return Snapshot(
+            health.state,
+            __version__,
+            self.options.names[0],
+            policy="" if look is None else look.pager.policy,
+            stats=None if look is None else look.stats,
+            latencies=None if look is None else look.latencies,
+            open_requests=self.places.taken,
+            places=self.places.count,
+            answered=dict(self.answered),
+            limits=limits,
+            rss_bytes=rss_bytes(),
+        )
 
     @property
     def texts(self) -> Texts:

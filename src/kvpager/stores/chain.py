@@ -10,7 +10,8 @@ from dataclasses import replace
 from kvpager.errors import ConfigError
 from kvpager.ports import Bytes
 from kvpager.stats import StoreStats
-from kvpager.stored import BlockHead, Scores, StoredBlock
+from kvpager.stored import BlockHead, Erasing, Scores, StoredBlock
+from kvpager.stores.backlog import Erase
 from kvpager.stores.level import Level
 from kvpager.stores.limits import Limits
 from kvpager.stores.prefetch import Prefetcher
@@ -18,6 +19,8 @@ from kvpager.stores.shared import Far, Shared
 from kvpager.stores.tier import Tier
 
 __all__ = ["Chain"]
+
+LOOK_SECONDS = 1.0  # how often a look at the state is one at the nearest tier
 
 
 class Chain:
@@ -51,6 +54,8 @@ class Chain:
         if self._shared is not None:
             self._levels.append(self._shared.level)
         self._ahead = Prefetcher(self._fetch, self._limits.prefetch_bytes, self._limits.slow_s)
+        self._clock = clock
+        self._looked = clock()
         self._hits = 0
         self._misses = 0
         self._read_bytes = 0
@@ -65,6 +70,15 @@ class Chain:
     def room(self) -> int:
         """Bytes of blocks that `put` would take now."""
         return 0 if self._closed else self._levels[0].room
+
+    @property
+    def states(self) -> dict[str, str]:
+        """Of each tier; the nearest one is looked at once a second for it, so that a lost file is noticed."""
+        now = self._clock()
+        if not self._closed and not 0 <= now - self._looked < LOOK_SECONDS:
+            self._looked = now
+            self._levels[0].contains([])
+        return {name: level.guard.state for name, level in zip(self._names, self._levels, strict=True)}
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these blocks are there, as far as the tiers' indexes say."""
@@ -138,7 +152,7 @@ class Chain:
         if self._shared is not None:
             self._shared.forget(keys)
         if not self._closed:
-            for level in self._levels:
+            for level in reversed(self._levels):  # what is read ahead must not come back from a farther one
                 level.drop(keys)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
@@ -181,26 +195,24 @@ class Chain:
         for level in self._levels:
             level.release(key)
 
-    def erase(self, tenant: bytes) -> int:
-        """Forget all of a tenant; returns how many blocks and records there were in the tier that had the most.
+    def erase(self, tenant: bytes) -> Erasing:
+        """Begin to forget all of a tenant. It has ended after `erase_s` at the latest, and goes on behind then.
 
-        Waits until it is done, but no longer than `erase_s`: it goes on behind then, with fewer counted.
+        Counted are blocks and records in the tier that had the most.
         """
         self._ahead.forget()
         if self._shared is not None:
             self._shared.forget()
-        if self._closed:
-            return 0
-        works = [level.erase(tenant) for level in self._levels]
-        ends = time.monotonic() + self._limits.erase_s
-        for work in works:
-            work.done.wait(max(0.0, ends - time.monotonic()))
-        return max(work.count for work in works)
+        works = [] if self._closed else [level.erase(tenant) for level in reversed(self._levels)]
+        return _Erasing(works, time.monotonic() + self._limits.erase_s)
 
-    def yields(self, computing: bool) -> None:
-        """Whether the owner computes with all processors just now: blocks are written later then, if there is room."""
+    def yields(self, share: float) -> None:
+        """The share of a processor that writing may take, below 1 while the owner computes with all of them.
+
+        Blocks are written later then, if there is room.
+        """
         for level in self._levels:
-            level.writer.yields(computing)
+            level.writer.yields(share)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits to be written, for so many seconds at most; returns whether that is so."""
@@ -278,3 +290,19 @@ class Chain:
         ]
         for level in self._levels[:place]:
             level.put(blocks)
+
+
+class _Erasing:
+    """See stored.Erasing."""
+
+    def __init__(self, works: Sequence[Erase], ends: float) -> None:
+        self._works, self._ends = works, ends
+
+    @property
+    def ended(self) -> bool:
+        return all(work.done.is_set() for work in self._works) or time.monotonic() >= self._ends
+
+    def wait(self) -> int:
+        for work in self._works:
+            work.done.wait(max(0.0, self._ends - time.monotonic()))
+        return max((work.count for work in self._works), default=0)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvpager.errors import StoreError, StoreFull, StoreLocked, StoreUnavailable
-from kvpager.stores.change import Change, Stamp
+from kvpager.stores.change import SMALL_ROW_BYTES, Change, Stamp
 from kvpager.stores.database import Database
 from kvpager.stores.index import Index
 from kvpager.stores.places import Places
 from kvpager.stores.quota import Quota
 from kvpager.stores.reserve import Reserve
 from kvpager.stores.rows import bump, counter
+from kvpager.stores.sound import numbers_spent, put_right
 
 __all__ = ["Changes"]
 
 STEP, TIGHT_STEP = 64, 8
+MOST_BLOCKS = 2**32
 VACUUM_BYTES = 16 * 2**20
 
 T = TypeVar("T")
@@ -58,19 +61,18 @@ class Changes:
 
         After StoreFull the log is moved to the database, with the help of the reserve. Raises StoreError.
         """
-        drops, touched = None, dict(self.touched) if touches else {}
+        drops, found, noted = None, dict(self.touched) if touches else {}, list[int]()
         try:
             with self._database.writing() as connection:
                 stamp = Stamp(bump(connection, "use", 2), counter(connection, "age"), int(self._wall()))
-                connection.executemany(
-                    "UPDATE blocks SET worth = max(worth, ?), used = ?, seen = ? WHERE id = ?",
-                    [(stamp.worth(hits), stamp.use - 1, stamp.seen, number) for number, hits in touched.items()],
-                )
-                change = Change(connection, stamp)
+                change = Change(connection, stamp, blocks=_blocks(connection))
+                noted = self._touch(change, found)
                 yield change
                 drops = bump(connection, "drops") if change.gone else None
         except StoreFull:
             self.quota.forget()
+            if self._renumbered():
+                raise
             self._reserve.give_up()
             self._database.checkpoint()
             with contextlib.suppress(OSError):
@@ -79,11 +81,32 @@ class Changes:
         except BaseException:
             self.quota.forget()
             raise
-        for number in touched:
+        for number in noted:
             self.touched.pop(number, None)
         self.dropped += change.dropped
         if drops is not None:
             self._index.took_away(change.gone, drops)
+
+    def _renumbered(self) -> bool:
+        """Whether it was no disk that was full: somebody has written the last id that there is, which is put right."""
+        with contextlib.suppress(StoreError), self._database.writing() as connection:
+            if numbers_spent(connection):
+                return put_right(connection) >= 0
+        return False
+
+    def _touch(self, change: Change, touched: dict[int, int]) -> list[int]:
+        """Note uses, as many as leave the transaction something else to do; returns of which blocks."""
+        stamp, noted = change.stamp, []
+        for number in sorted(touched):
+            if 2 * change.log_bytes >= self.log_bytes:
+                break
+            change.rewrites("blocks", number, SMALL_ROW_BYTES)
+            noted.append(number)
+        change.connection.executemany(
+            "UPDATE blocks SET worth = max(worth, ?), used = ?, seen = ? WHERE id = ?",
+            [(stamp.worth(touched[number]), stamp.use - 1, stamp.seen, number) for number in noted],
+        )
+        return noted
 
     def remove(self, change: Callable[[Change], T], touches: bool = True) -> T:
         """A transaction that takes something away; on a full disk it is tried again with the room of the reserve.
@@ -155,3 +178,9 @@ class Changes:
             self.give_back()
         if self.quota.over():
             raise StoreLocked(f"store {self._places.path}: somebody reads it, and its log can't be cut off for so long")
+
+
+def _blocks(connection: sqlite3.Connection) -> int:
+    """How many blocks there are, as the sums say."""
+    row: tuple[int] = connection.execute("SELECT CAST(total(blocks) AS INTEGER) FROM tenants").fetchone()
+    return min(max(0, row[0]), MOST_BLOCKS)

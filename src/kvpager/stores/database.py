@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from kvpager.errors import StoreDamaged, StoreError, StoreForeign, StoreLocked, StoreNewer, StoreUnavailable
 from kvpager.stores.claims import MENDING, Claims
-from kvpager.stores.faults import explain, is_damage
+from kvpager.stores.faults import explain
 from kvpager.stores.places import Places
-from kvpager.stores.schema import APPLICATION_ID, PAGE_BYTES, VERSION, migrate
+from kvpager.stores.schema import APPLICATION_ID, PAGE_BYTES, VERSION, is_ours, migrate
 
 __all__ = ["Database"]
 
-HEADER_BYTES = 100  # of every SQLite file
+MAGIC, HEADER_BYTES = b"SQLite format 3\0", 100  # of every SQLite file
+AGAIN_SECONDS = 0.005  # how soon one looks again at what somebody may just be writing
 LOOK_SECONDS = 1.0  # how often a reader makes sure that the file is still there
 WRITER_CACHE, READER_CACHE = 16 * 2**10, 2 * 2**10  # KiB
 
@@ -117,11 +119,15 @@ class Database:
     def vacuum(self, nbytes: int) -> bool:
         """Take up to so many bytes of free pages out of the file, which they leave with the next checkpoint.
 
-        False where there were none. Raises StoreError.
+        Of at most half of what the log may hold: what lies behind a free page moves there by way of it. False where
+        there were none. Raises StoreError.
         """
+        most = max(1, min(nbytes, self._log_bytes // 2) // PAGE_BYTES)
         with self.writing() as connection:
             free: int = connection.execute("PRAGMA freelist_count").fetchone()[0]
-            connection.execute(f"PRAGMA incremental_vacuum({nbytes // PAGE_BYTES})").fetchall()
+            for _ in range(min(free, most)):
+                # one page each time: Python's sqlite3 ends a statement that has no columns after its first step
+                connection.execute("PRAGMA incremental_vacuum(1)").fetchall()
         return free > 0
 
     def open(self) -> None:
@@ -171,10 +177,12 @@ class Database:
         version: int = connection.execute("PRAGMA user_version").fetchone()[0]
         if version > VERSION:
             raise self._newer(version)
-        if version < VERSION:
+        if self.readonly and 0 <= version < VERSION:
             raise StoreUnavailable(
                 "readonly", f"store {places.path} has version {version}, and can't be brought to {VERSION}"
             )
+        if not is_ours(connection):
+            raise self._not_ours()
         inode = places.inode
         self._opened(connection)
         self._inode, self._log_inode = inode, places.log_inode
@@ -183,24 +191,36 @@ class Database:
 
     def _look(self) -> None:
         """Refuse what is not ours, by a look that takes no locks, makes no files and changes nothing."""
-        path = self.places.path
-        connection = sqlite3.connect(self.places.uri("immutable=1"), uri=True, isolation_level=None)
-        try:
-            connection.execute("PRAGMA writable_schema = ON")  # the header is read though the file may be cut off
-            application: int = connection.execute("PRAGMA application_id").fetchone()[0]
-            version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            if self._claims.marked or not is_damage(error):
-                raise
-            raise StoreForeign(f"{path} is no store of kvpager's ({error}), and is left as it is") from error
-        finally:
-            connection.close()
-        if application != APPLICATION_ID and self.places.size < HEADER_BYTES and self._claims.marked:
-            raise StoreDamaged(f"store {path} is cut off in its header")
+        places, ends, before = self.places, time.monotonic() + self._busy, None
+        while True:
+            being_made = places.journal.exists()  # asked first: once it is gone, what it stood for is all there
+            now = (places.changed, places.begins_with(HEADER_BYTES))
+            refused = self._refused(now[1])
+            if refused is None:
+                return
+            if now == before and not being_made:
+                raise refused
+            if time.monotonic() >= ends:
+                if being_made and not any(now[1]):
+                    raise StoreLocked(f"store {places.path}: another process is making it ({places.journal} is there)")
+                raise refused
+            before = None if being_made else now
+            time.sleep(AGAIN_SECONDS)
+
+    def _refused(self, header: bytes) -> StoreError | None:
+        """What a file that begins so is, if it is not ours."""
+        path, whole = self.places.path, len(header) == HEADER_BYTES and header.startswith(MAGIC)
+        if not whole and self._claims.marked:
+            return StoreDamaged(f"store {path} is no database any more: its header is cut off, or overwritten")
+        if not whole:
+            return StoreForeign(f"{path} is no store of kvpager's, nor a database, and is left as it is")
+        version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
         if application != APPLICATION_ID:
-            raise StoreForeign(f"{path} is another application's database (id {application}), and is left as it is")
-        if version > VERSION:
-            raise self._newer(version)
+            return StoreForeign(f"{path} is another application's database (id {application}), and is left as it is")
+        return self._newer(version) if version > VERSION else None
+
+    def _not_ours(self) -> StoreDamaged:
+        return StoreDamaged(f"store {self.places.path}: its tables are not as kvpager makes them")
 
     def _newer(self, version: int) -> StoreNewer:
         return StoreNewer(
@@ -223,6 +243,7 @@ class Database:
         return connection
 
     def _set_up(self, connection: sqlite3.Connection, cache: int) -> None:
+        connection.text_factory = _text
         for pragma in (
             f"cache_size = -{cache}",
             f"synchronous = {self._synchronous}",
@@ -240,8 +261,10 @@ class Database:
         version: int = connection.execute("PRAGMA user_version").fetchone()[0]
         if version < VERSION:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             migrate(connection)
+        application: int = connection.execute("PRAGMA application_id").fetchone()[0]
+        if application != APPLICATION_ID:  # made since one looked
+            raise StoreForeign(f"{self.places.path} is another application's database, and is left as it is")
         kind: str = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if kind != "wal":
             raise StoreUnavailable(
@@ -311,12 +334,26 @@ class Database:
 
     def _after(self, error: sqlite3.Error, generation: int, opening: bool = False) -> StoreError:
         """What an error means, when what can be done about it was done."""
-        found = explain(error, str(self.places.path))
+        try:
+            found = explain(error, str(self.places.path))
+        except sqlite3.Error:
+            try:
+                ours = self._is_ours()
+            except sqlite3.Error as another:
+                raise explain(another, str(self.places.path)) from another
+            if ours:
+                raise
+            found = self._not_ours()
         if isinstance(found, StoreDamaged):
             return self._put_aside(found, generation + opening)
         if found.kind == "lost" or (found.kind == "io" and not opening and self.places.inode != self._inode):
             return self._begin_anew(generation)
         return found
+
+    def _is_ours(self) -> bool:
+        """Whether the tables are still those that were made here; looked at anew."""
+        with contextlib.closing(self._connect(READER_CACHE)) as connection:
+            return is_ours(connection)
 
     def _put_aside(self, found: StoreDamaged, generation: int) -> StoreError:
         if not self._mend or self.readonly:
@@ -337,6 +374,11 @@ class Database:
             except OSError as failure:
                 return StoreUnavailable(*self.places.explain(failure))
         return found
+
+
+def _text(data: bytes) -> str:
+    """Text as it is read: there should be none, and it need not be any."""
+    return data.decode(errors="replace")
 
 
 def _undo(connection: sqlite3.Connection) -> None:

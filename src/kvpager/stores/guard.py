@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvpager.errors import StoreError, StoreFull, StoreUnavailable, is_disk_full
+from kvpager.errors import StoreError, StoreFull, StoreTooLarge, StoreUnavailable, is_disk_full
 from kvpager.stores.breaker import Breaker
 from kvpager.stores.limits import Limits
 from kvpager.stores.tier import FarTier, Tier
@@ -56,7 +56,7 @@ class Guard:
         self._limits = limits
         self._clock = clock
         self._told: set[tuple[str, str]] = set()
-        self._name = "tier"
+        self._name = "store"  # and the tier's own, once it is open
         self._far = far_s is not None
         self._slow_s = limits.slow_s if far_s is None else far_s
         self.alarm: Callable[[], None] = lambda: None
@@ -77,7 +77,7 @@ class Guard:
             try:
                 self._open()
             except Exception as error:  # whatever it is, it must not end the thread that writes
-                self._failed("opening", self.writing, error)
+                self._failed("not opened", self.writing, error)
         return self.tier is not None
 
     def read(self, call: Callable[[Tier], T], default: T) -> T:
@@ -93,7 +93,7 @@ class Guard:
             self._failed("reading", self.reading, error)
             return default
         if tier.damaged > damaged and self._first("reading", "damaged"):
-            _log.warning("store %s: what was read is damaged and counts as missing; told once", self._name)
+            _log.warning("%s: what was read is damaged and counts as missing; told once", self._name)
         self._timed("reading", self.reading, begun)
         return answer
 
@@ -104,10 +104,13 @@ class Guard:
         """
         tier = self.tier
         if tier is None or self.off:
-            raise StoreUnavailable("io", f"store {self._name} is not open")
+            raise StoreUnavailable("io", f"{self._name} is not open")
         begun = self._clock()
         try:
             answer = call(tier)
+        except StoreTooLarge as error:  # which says nothing about what comes next
+            self._count("writing", error.kind, str(error), False)
+            raise
         except Exception as error:  # whatever it is, it must not end the thread that writes
             raise self._failed("writing", self.writing, error) from error
         if self._clock() - begun > self._limits.slow_s:  # others wait for it, but waiting longer helps nobody
@@ -158,15 +161,17 @@ class Guard:
                 tier = self._opener()
             except (StoreError, OSError) as error:
                 renewed = again and isinstance(error, StoreError) and error.kind in RENEWED
-                self._failed("opening", self.writing, error, at_once=not renewed)
+                self._failed("not opened", self.writing, error, at_once=not renewed)
                 if not renewed:
                     return
             else:
                 break
-        self._name = tier.name
+        self._name = f"store {tier.name}"
         self.tier = tier
+        if tier.damaged and self._first("opened", "damaged"):
+            _log.warning("%s: rows of %d blocks or sessions are damaged, and were forgotten", self._name, tier.damaged)
         if self.writing.succeeded():
-            self._again("opening")
+            self._again("not opened", "it is open now")
 
     def _timed(self, side: str, breaker: Breaker, begun: float) -> None:
         if self._clock() - begun > self._slow_s:
@@ -182,8 +187,8 @@ class Guard:
             self.off = True
             with self._lock:
                 self.errors["io"] += 1
-            _log.error("store %s: %s failed in an unforeseen way; it is off for good", self._name, side, exc_info=error)
-            return StoreUnavailable("io", f"store {self._name} failed: {type(error).__name__}")
+            _log.error("%s: %s, in an unforeseen way; it is off for good", self._name, side, exc_info=error)
+            return StoreUnavailable("io", f"{self._name} failed: {type(error).__name__}")
         kind = self._kind(error)
         opened = breaker.failed(kind, at_once=at_once or kind in LASTING)
         if kind in _FOR_GOOD:
@@ -191,7 +196,7 @@ class Guard:
         self._count(side, kind, str(error), opened)
         if isinstance(error, StoreError):
             return error
-        text = f"store {self._name}: {error}"
+        text = f"{self._name}: {error}"
         return StoreFull(text) if kind == "full" else StoreUnavailable("io", text)
 
     @staticmethod
@@ -208,7 +213,7 @@ class Guard:
         if opened and side == "reading":
             self.alarm()
         if first or out_of_use:
-            _log.warning("store %s: %s: %s: %s%s", self._name, side, kind, text, then)
+            _log.warning("%s: %s: %s: %s%s", self._name, side, kind, text, then)
 
     def _first(self, side: str, kind: str) -> bool:
         """Whether this is to be told: once, until all is well again."""
@@ -217,7 +222,7 @@ class Guard:
             self._told.add((side, kind))
         return news
 
-    def _again(self, side: str) -> None:
+    def _again(self, side: str, how: str = "") -> None:
         with self._lock:
             self._told = {told for told in self._told if told[0] != side}
-        _log.warning("store %s: %s works again", self._name, side)
+        _log.warning("%s: %s", self._name, how or f"{side} works again")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable
 
+from kvpager.stores.rows import counter
+
 __all__ = ["Index"]
+
+KEYED = "typeof(key) = 'blob'"  # what has another key can't be asked for
 
 LOOK_SECONDS = 0.2  # how often one looks for blocks that other processes have added
 RELOAD_SECONDS = 5.0  # how often the whole is read again, where others have taken blocks away
@@ -34,8 +38,8 @@ class Index:
 
     def load(self, connection: sqlite3.Connection) -> None:
         """All blocks anew; no page is read, but the index by key alone."""
-        ids = dict(connection.execute("SELECT key, id FROM blocks"))
-        self._drops = _drops(connection)
+        ids = dict(connection.execute(f"SELECT key, id FROM blocks WHERE {KEYED}"))
+        self._drops = counter(connection, "drops")
         self._last = max(ids.values(), default=0)
         self._ids = ids
         self._looked = self._loaded = self._clock()
@@ -48,10 +52,12 @@ class Index:
     def refresh(self, connection: sqlite3.Connection) -> None:
         """Take up what other processes have changed."""
         self._looked = self._clock()
-        if not 0 <= self._looked - self._loaded < RELOAD_SECONDS and _drops(connection) != self._drops:
+        if not 0 <= self._looked - self._loaded < RELOAD_SECONDS and counter(connection, "drops") != self._drops:
             self.load(connection)
             return
-        rows = connection.execute("SELECT key, id FROM blocks WHERE id > ? ORDER BY id", (self._last,)).fetchall()
+        rows = connection.execute(
+            f"SELECT key, id FROM blocks WHERE id > ? AND {KEYED} ORDER BY id", (self._last,)
+        ).fetchall()
         self.add(rows)
         if rows:
             self._last = rows[-1][1]
@@ -71,9 +77,3 @@ class Index:
         self.discard(keys)
         if drops == self._drops + 1:
             self._drops = drops
-
-
-def _drops(connection: sqlite3.Connection) -> int:
-    """How many transactions took blocks away."""
-    value: int = connection.execute("SELECT value FROM counters WHERE name = 'drops'").fetchone()[0]
-    return value

@@ -76,14 +76,14 @@ class Level:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are there."""
-        return self._as_written(keys, self.guard.read(lambda tier: tier.contains(keys), [False] * len(keys)))
+        return self._as_written(keys, lambda: self.guard.read(lambda tier: tier.contains(keys), [False] * len(keys)))
 
     def known(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are there, as far as is known without asking far away."""
         tier = self.guard.tier
         if not isinstance(tier, FarTier):
             return self.contains(keys)
-        return self._as_written(keys, tier.known(keys))
+        return self._as_written(keys, lambda: tier.known(keys))
 
     def heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:
         """Heads of blocks."""
@@ -240,12 +240,14 @@ class Level:
         writing = self.guard.writing
         return self.guard.off or (writing.reason not in (None, "locked") and writing.wait_s > 0)
 
-    def _as_written(self, keys: Sequence[bytes], there: Sequence[bool]) -> list[bool]:
-        """Which blocks will be there when all that waits is written."""
-        waits, hides = self._backlog.block, self._backlog.hides
-        return [
-            waits(key) is not None or (is_there and not hides(key)) for key, is_there in zip(keys, there, strict=True)
-        ]
+    def _as_written(self, keys: Sequence[bytes], ask: Callable[[], Sequence[bool]]) -> list[bool]:
+        """Which blocks will be there when all that waits is written; `ask` tells which the tier has.
+
+        What waits is asked first: it may be done by the time that the tier has answered.
+        """
+        waits = [self._backlog.block(key) is not None for key in keys]
+        hidden = [self._backlog.hides(key) for key in keys]
+        return [waiting or (there and not hides) for waiting, hides, there in zip(waits, hidden, ask(), strict=True)]
 
     def _stored_heads(self, keys: Sequence[bytes]) -> list[BlockHead | None]:
         return self._checked(keys, lambda tier, keys: tier.heads(keys))

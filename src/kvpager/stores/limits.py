@@ -17,6 +17,7 @@ class Limits:
     prefetch_bytes   blocks that were read ahead
     batch_bytes      a batch of blocks is written when it has reached this size
     linger_s         or when its first block has waited for so long
+    yield_s          for so long after the owner last said that it computes with all processors, it is left most of them
     slow_s           a call of a tier that takes longer is slow
     failures         so many failed or slow calls one after the other, and a tier is out of use
     pause_s          for so long at first, and for twice as long after every try that fails
@@ -29,6 +30,7 @@ class Limits:
     prefetch_bytes: int = 64 * 2**20
     batch_bytes: int = 8 * 2**20
     linger_s: float = 0.02
+    yield_s: float = 30.0
     slow_s: float = 1.0
     failures: int = 3
     pause_s: float = 1.0

@@ -13,7 +13,7 @@ from kvpager.stores.database import Database
 from kvpager.stores.faults import is_damage
 from kvpager.stores.header import PREFIX_BYTES, Header, header_bytes
 from kvpager.stores.index import Index
-from kvpager.stores.rows import head_of, unseal
+from kvpager.stores.rows import blob_of, head_of, unseal
 
 __all__ = ["Lookup"]
 
@@ -53,13 +53,9 @@ class Lookup:
         self.look()
         number = self._index.get(key)
         with self._database.reading() as connection:
-            if (
-                number is None
-                or connection.execute("SELECT 1 FROM payloads WHERE id = ?", (number,)).fetchone() is None
-            ):
-                self._index.discard([key])
-                return None
             try:
+                if number is None or not self._there(connection, number, key):
+                    return None
                 return _slices(connection, number, key, pages)
             except (StoreDamaged, sqlite3.DatabaseError) as error:
                 self._note(error)
@@ -85,7 +81,8 @@ class Lookup:
             return None
         try:
             row = connection.execute(
-                "SELECT head, scores, hits FROM blocks JOIN heads USING (id) JOIN scores USING (id) WHERE id = ?",
+                "SELECT head, scores, hits FROM blocks LEFT JOIN heads USING (id) LEFT JOIN scores USING (id)"
+                " WHERE id = ?",
                 (number,),
             ).fetchone()
             if row is not None:
@@ -101,14 +98,20 @@ class Lookup:
         if number is None:
             return None
         try:
+            if not self._there(connection, number, key):
+                return None
             row = connection.execute("SELECT payload FROM payloads WHERE id = ?", (number,)).fetchone()
-            if row is not None:
-                return decode(row[0], key).payload
+            return decode(blob_of(row and row[0]), key).payload
         except (StoreDamaged, sqlite3.DatabaseError) as error:
             self._note(error)
             return None
-        self._index.discard([key])
-        return None
+
+    def _there(self, connection: sqlite3.Connection, number: int, key: bytes) -> bool:
+        """Whether a block that the index names is there; if not, others took it away."""
+        there = connection.execute("SELECT 1 FROM blocks WHERE id = ?", (number,)).fetchone() is not None
+        if not there:
+            self._index.discard([key])
+        return there
 
     def _note(self, error: Exception) -> None:
         """Count something that is damaged. Raised again is any other error, and one that says that the file is cut off:
@@ -120,6 +123,9 @@ class Lookup:
 
 
 def _slices(connection: sqlite3.Connection, number: int, key: bytes, pages: Sequence[int]) -> list[Bytes]:
+    kind = connection.execute("SELECT typeof(payload) FROM payloads WHERE id = ?", (number,)).fetchone()
+    if kind != ("blob",):
+        raise StoreDamaged(f"block {key[:6].hex()} has no pages")
     with connection.blobopen("payloads", "payload", number, readonly=True) as blob:
         size = header_bytes(blob.read(PREFIX_BYTES))
         blob.seek(0)

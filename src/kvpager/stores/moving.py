@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpager.errors import StoreDamaged
+from kvpager.errors import StoreDamaged, StoreTooLarge
 from kvpager.stored import StoredBlock
 from kvpager.stores.archive import Entry, export_blocks, import_blocks
 from kvpager.stores.codec import decode, encode
 from kvpager.stores.database import Database
 from kvpager.stores.header import Compression
 from kvpager.stores.lookup import Lookup
+from kvpager.stores.sound import SOUND_BLOCK, SOUND_RECORD
 from kvpager.stores.tier import Tier
 from kvpager.stores.verify import Progress
 
@@ -48,12 +49,17 @@ def export_to(
 
     What comes and goes meanwhile may be missed. Raises StoreError, see archive.export_blocks.
     """
-    where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
+    whose, values = ("", ()) if tenant is None else (" AND tenant = ?", (tenant,))
     with database.reading() as connection:
         keys: list[bytes] = [
-            key for (key,) in connection.execute(f"SELECT key FROM blocks{where} ORDER BY depth, id", values)
+            key
+            for (key,) in connection.execute(
+                f"SELECT key FROM blocks WHERE {SOUND_BLOCK}{whose} ORDER BY depth, id", values
+            )
         ]
-        records = connection.execute(f"SELECT key, tenant FROM records{where} ORDER BY id", values).fetchall()
+        records = connection.execute(
+            f"SELECT key, tenant FROM records WHERE {SOUND_RECORD}{whose} ORDER BY id", values
+        ).fetchall()
     written = {"block": 0, "record": 0}
     total = len(keys) + len(records)
 
@@ -100,9 +106,17 @@ def import_from(path: Path, tier: Tier, progress: Progress) -> Moved:
             blocks += tier.put(batch)
             batch, held = [], 0
         if entry.kind == "record" and tier.load_record(entry.key) is None:  # one that is there has gone on since
-            tier.save_record(entry.key, entry.tenant, entry.data)
-            records += 1
+            records += _saved(tier, entry)
         progress(done, total)
     blocks += tier.put(batch) if batch else 0
     progress(total, total)
     return Moved(blocks, records, seen - blocks - records)
+
+
+def _saved(tier: Tier, entry: Entry) -> bool:
+    """Store a record; False where there is no room for it, whatever makes way. Raises StoreError."""
+    try:
+        tier.save_record(entry.key, entry.tenant, entry.data)
+    except StoreTooLarge:
+        return False
+    return True

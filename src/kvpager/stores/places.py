@@ -18,6 +18,7 @@ class Places:
     """The paths of a store, and what the file system says about them.
 
     NAME             the database; NAME-wal and NAME-shm are SQLite's log and the index of the log
+    NAME-journal     SQLite's too, for as long as the database is being made
     NAME.lock        claims
     NAME.reserve     room kept back on the disk
     NAME.damaged-N   a malformed database that was put aside
@@ -26,6 +27,7 @@ class Places:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(os.path.realpath(Path(path).expanduser()))
         self.log = self._beside("-wal")
+        self.journal = self._beside("-journal")
         self.lock = self._beside(".lock")
         self.reserve = self._beside(".reserve")
         self._aside: list[Path] = []  # what was put aside, as it was last looked for
@@ -44,6 +46,17 @@ class Places:
     def size(self) -> int:
         """Bytes of the database; -1 where there is none."""
         return _size(self.path)
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """Which file has the name, its bytes, and when they were last written: the same while nobody writes."""
+        status = os.stat(self.path)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def begins_with(self, nbytes: int) -> bytes:
+        """The first bytes of the database, at most so many; raises OSError."""
+        with self.path.open("rb", buffering=0) as file:
+            return file.read(nbytes) or b""
 
     @property
     def cut_off(self) -> bool:
@@ -146,6 +159,8 @@ class Places:
 
     def explain(self, error: OSError) -> tuple[str, str]:
         """A kind and a message for StoreUnavailable."""
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            return "io", f"store {self.path} can't be made: a file stands where its folder should be"
         readonly = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         return "readonly" if readonly else "io", f"store {self.path} can't be opened: {error.strerror}"
 

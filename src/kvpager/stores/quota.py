@@ -13,20 +13,27 @@ transaction uses stays.
 from __future__ import annotations
 
 import sqlite3
-from typing import NamedTuple
+from collections import Counter, deque
+from typing import Literal, NamedTuple
 
 from kvpager.stored import TENANT_BYTES
-from kvpager.stores.change import Change
+from kvpager.stores.change import SMALL_ROW_BYTES, Change
 from kvpager.stores.places import Places
-from kvpager.stores.rows import remove_blocks
+from kvpager.stores.rows import counter, remove_blocks, set_counter
 from kvpager.stores.schema import PAGE_BYTES
+from kvpager.stores.sound import recount
 
-__all__ = ["MARGIN_BYTES", "NOBODY", "Quota", "Shares"]
+__all__ = ["MARGIN_BYTES", "NOBODY", "Quota", "Room", "Shares"]
 
 NOBODY = bytes(TENANT_BYTES)
-MARGIN_BYTES = 2**16 + 16 * PAGE_BYTES  # the index of the log, and what a transaction writes beside its blocks
+SMALL_BYTES = 16 * PAGE_BYTES  # what a transaction writes beside its blocks, and for those that make way
+MARGIN_BYTES = 2**16 + SMALL_BYTES  # and the index of the log
 LEAST_LOG, MOST_LOG = 2**18, 2**23
 PLANNED = 64  # a plan is good for this part of the limit
+MOST_WORTH = 64  # a block is worth no more than this beyond the age
+
+Room = Literal["there", "later", "none"]
+"""Whether there is room: "later" when this transaction is done, which has made way for as much as it should."""
 
 
 class Shares(NamedTuple):
@@ -54,22 +61,26 @@ class _Victim(NamedTuple):
 
     worth: int
     used: int
-    height: int  # less for deeper blocks
+    height: int  # how many follow it, one after the other
     id: int
-    own_used: int  # as its row says: if that has changed, it was used since
+    own_used: object  # as its row says: if that has changed, it was used since
     is_record: bool
+    loose: bool = False  # whether it may go though something follows it
 
 
 class Quota:
     """Bytes on disk, all included, and those of each tenant.
 
     The database may fill what the limit leaves beside the log and the reserve. The log goes beyond its share by at most
-    one transaction. Bytes of a tenant are those of its rows; what is nobody's in particular has no limit of its own.
+    one transaction: the blocks of a batch, and what it takes to make way for them. That is bounded as the log is; where
+    it would be more, there are several transactions. Bytes of a tenant are those of its rows; what is nobody's in
+    particular has no limit of its own.
     """
 
     def __init__(self, places: Places, limit_bytes: int, tenant_limit_bytes: int | None, shares: Shares) -> None:
         self.limit_bytes = limit_bytes
-        self.budget = limit_bytes - sum(shares) - MARGIN_BYTES
+        self.budget = limit_bytes - sum(shares) - MARGIN_BYTES - max(0, shares.log - SMALL_BYTES)
+        self._most_bytes = max(SMALL_BYTES, shares.log)
         self._places = places
         self._tenant_limit = tenant_limit_bytes
         self._plan: list[_Victim] = []
@@ -82,34 +93,51 @@ class Quota:
         """Whether more is on disk than the limit, or would be with so many bytes more."""
         return self._places.nbytes + nbytes > self.limit_bytes
 
-    def fit(self, change: Change, tenant: bytes, nbytes: int, alone: bool = False) -> bool:
-        """Whether there is room for so many bytes of a tenant, which others make way for unless it is `alone`."""
-        needed = nbytes + nbytes // 64 + PAGE_BYTES
-        excess = self._excess(change, tenant, nbytes)
-        if needed > self.budget or excess > nbytes:
-            return False
-        if excess > 0 and (alone or not self._free_of(change, tenant, excess)):
-            return False
-        while used_bytes(change.connection) + needed > self.budget:
-            if alone or not self._one_less(change, needed):
-                return False
-        return True
+    def fit(self, change: Change, tenant: bytes, nbytes: int, *, alone: bool = False, instead: int = 0) -> Room:
+        """Whether there is room for so many bytes of a tenant, which others make way for unless it is `alone`.
 
-    def _excess(self, change: Change, tenant: bytes, nbytes: int) -> int:
+        instead  bytes of its own that go when these come
+        """
+        needed = nbytes + nbytes // 64 + PAGE_BYTES
+        excess = self._excess(change, tenant, nbytes, instead)
+        if needed > self.budget or excess > nbytes:
+            return "none"
+        if excess > 0:
+            room = "none" if alone else self._free_of(change, tenant, excess)
+            if room != "there":
+                return room
+        while used_bytes(change.connection) - instead + needed > self.budget:
+            if alone:
+                return "none"
+            if self.heavy(change):
+                return "later"
+            if not self._one_less(change, needed):
+                return "none"
+        return "there"
+
+    def _excess(self, change: Change, tenant: bytes, nbytes: int, instead: int) -> int:
         """Bytes by which a tenant would be over its limit; more than `nbytes` where nothing of its own can make way."""
         if self._tenant_limit is None or tenant == NOBODY:
             return 0
         if nbytes > self._tenant_limit:
             return nbytes + 1
-        return tenant_bytes(change.connection, tenant) + nbytes - self._tenant_limit
+        held = tenant_bytes(change.connection, tenant)
+        if not 0 <= held <= 2 * used_bytes(change.connection):
+            recount(change.connection)
+            held = tenant_bytes(change.connection, tenant)
+        return held - instead + nbytes - self._tenant_limit
 
     def shrink(self, change: Change, most: int, nbytes: int | None = None) -> bool:
         """Let at most so many go; whether all will then be within the limit (or so many bytes) on disk."""
         goal = self.budget if nbytes is None else min(nbytes - self.limit_bytes, 0) + self.budget
         for _ in range(most):
-            if used_bytes(change.connection) <= goal or not self._one_less(change, 0):
+            if used_bytes(change.connection) <= goal or self.heavy(change) or not self._one_less(change, 0):
                 break
         return used_bytes(change.connection) <= goal
+
+    def heavy(self, change: Change) -> bool:
+        """Whether a transaction writes as much to the log as one should, beside the blocks that it adds."""
+        return change.log_bytes >= self._most_bytes
 
     def _one_less(self, change: Change, needed: int) -> bool:
         for fresh in (False, True):
@@ -120,14 +148,16 @@ class Quota:
                     return True
         return False
 
-    def _free_of(self, change: Change, tenant: bytes, nbytes: int) -> bool:
+    def _free_of(self, change: Change, tenant: bytes, nbytes: int) -> Room:
         goal = tenant_bytes(change.connection, tenant) - nbytes
         plan = _order(change, nbytes, tenant)
         while plan:
+            if self.heavy(change):
+                return "later"
             _let_go(change, plan.pop())
             if tenant_bytes(change.connection, tenant) <= goal:
-                return True
-        return False
+                return "there"
+        return "none"
 
 
 def used_bytes(connection: sqlite3.Connection) -> int:
@@ -139,29 +169,44 @@ def used_bytes(connection: sqlite3.Connection) -> int:
 
 def tenant_bytes(connection: sqlite3.Connection, tenant: bytes) -> int:
     """Bytes of a tenant's rows."""
-    row = connection.execute("SELECT bytes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+    row = connection.execute("SELECT CAST(bytes AS INTEGER) FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
 def _order(change: Change, nbytes: int, tenant: bytes | None = None) -> list[_Victim]:
-    """The first to make way, of at least so many bytes in all; the very first one last."""
+    """The first to make way, of at least so many bytes in all; the very first one last.
+
+    What rows say that was not written by kvpager counts as the least, and keeps nobody from making way.
+    """
     where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
-    blocks = change.connection.execute(
-        f"SELECT id, key, parent, depth, worth, used, bytes FROM blocks{where} ORDER BY depth DESC", values
-    )
-    least = (-1, -1)
-    followed: dict[bytes, tuple[int, int]] = {}
     found: list[tuple[_Victim, int]] = []
-    for number, key, parent, depth, worth, used, size in blocks:
-        value = max((worth, used), followed.get(key, least))
-        if parent:
-            followed[parent] = max(value, followed.get(parent, least))
-        found.append((_Victim(*value, -depth, number, used, False), size))
+    rows = {
+        key: (number, parent, _valued(change, worth, used), used, _size(size))
+        for number, key, parent, worth, used, size in change.connection.execute(
+            f"SELECT id, key, parent, worth, used, bytes FROM blocks{where}", values
+        )
+    }
+    after = Counter(parent for _, parent, *_ in rows.values())
+    followed: dict[object, tuple[int, int, int]] = {}  # what follows a block asks of it
+    leaves = deque(key for key in rows if not after[key])
+    while leaves:
+        key = leaves.popleft()
+        number, parent, own, used, size = rows.pop(key)
+        worth, last, height = followed.get(key, (-1, -1, 0))
+        value = max(own, (worth, last))
+        found.append((_Victim(*value, height, number, used, False), size))
+        worth, last, higher = followed.get(parent, (-1, -1, 0))
+        followed[parent] = (*max(value, (worth, last)), max(height + 1, higher))
+        after[parent] -= 1
+        if not after[parent] and parent in rows:
+            leaves.append(parent)
+    # rows of which each follows another one, in a circle, can be nobody's
+    found += [(_Victim(0, 0, 0, number, used, False, True), size) for number, _, _, used, size in rows.values()]
     for number, worth, used, size in change.connection.execute(
         f"SELECT id, worth, used, bytes FROM records{where}", values
     ):
-        found.append((_Victim(worth, used, 0, number, used, True), size))
-    found = sorted(one for one in found if one[0].used < change.stamp.use)
+        found.append((_Victim(*_valued(change, worth, used), 0, number, used, True), _size(size)))
+    found = sorted((one for one in found if one[0].used < change.stamp.use), key=lambda one: one[0][:4])
     total = count = 0
     while count < len(found) and total < nbytes:
         total += found[count][1]
@@ -169,21 +214,41 @@ def _order(change: Change, nbytes: int, tenant: bytes | None = None) -> list[_Vi
     return [victim for victim, _ in reversed(found[:count])]
 
 
+def _valued(change: Change, worth: object, used: object) -> tuple[int, int]:
+    """What a row says of its worth and last use; 0 for what this store can't have written by now."""
+    stamp = change.stamp
+    return (
+        worth if isinstance(worth, int) and 0 <= worth <= stamp.age + MOST_WORTH else 0,
+        used if isinstance(used, int) and 0 <= used <= stamp.use else 0,
+    )
+
+
+def _size(nbytes: object) -> int:
+    return nbytes if isinstance(nbytes, int) and nbytes > 0 else 0
+
+
 def _let_go(change: Change, victim: _Victim) -> bool:
     """Delete it, unless it was used since, or something follows it now."""
+    connection = change.connection
     if victim.is_record:
-        rows = change.connection.execute(
-            "DELETE FROM records WHERE id = ? AND used = ? RETURNING key", (victim.id, victim.own_used)
-        ).fetchall()
-    else:
-        rows = change.connection.execute(
-            "DELETE FROM blocks WHERE id = ? AND used = ?"
-            " AND NOT EXISTS (SELECT 1 FROM blocks AS next WHERE next.parent = blocks.key) RETURNING key",
+        rows = connection.execute(
+            "DELETE FROM records WHERE id = ? AND used IS ? RETURNING key, NULL, bytes, 0",
             (victim.id, victim.own_used),
         ).fetchall()
-        remove_blocks(change.connection, [victim.id] if rows else [])
-        change.gone += [key for (key,) in rows]
-    if rows:
-        change.connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'age'", (victim.worth,))
+    else:
+        last = "" if victim.loose else " AND NOT EXISTS (SELECT 1 FROM blocks AS next WHERE next.parent = blocks.key)"
+        rows = connection.execute(
+            f"DELETE FROM blocks WHERE id = ? AND used IS ?{last} RETURNING key, parent, bytes, payload_bytes",
+            (victim.id, victim.own_used),
+        ).fetchall()
+        remove_blocks(connection, [victim.id] if rows else [])
+        change.gone += [key for key, *_ in rows]
+    for key, parent, nbytes, payload in rows:
+        change.orders(key, parent)
+        change.rewrites("blocks", victim.id, SMALL_ROW_BYTES)
+        change.rewrites("payloads", victim.id, _size(payload))
+        change.rewrites("heads", victim.id, _size(nbytes) - _size(payload))
+        change.rewrites("scores", victim.id, _size(nbytes) - _size(payload))
+        set_counter(connection, "age", max(counter(connection, "age"), victim.worth))
     change.dropped += len(rows)
     return bool(rows)

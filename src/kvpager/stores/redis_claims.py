@@ -29,6 +29,7 @@ class RedisClaims:
         self._changed = threading.Condition()
         self._tokens: dict[bytes, str] = {}
         self._given_back: list[tuple[bytes, str]] = []
+        self._sending: set[bytes] = set()  # claims that are being given back
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -37,9 +38,10 @@ class RedisClaims:
         with self._changed:
             if key in self._tokens:
                 return False
+            self._changed.wait_for(lambda: key not in self._sending, self._client.timeout_s)
+            leaving = self._leaving()  # what is given back is free for us too
         token = secrets.token_hex(16)
-        # with what is to be given back, which is free for us too
-        reply = self._client.run([*self._leaving(), self._command(CLAIM, key, token)])[-1]
+        reply = self._client.run([*leaving, self._command(CLAIM, key, token)])[-1]
         if isinstance(reply, Gone):
             return True  # nobody can be kept from it
         if reply:
@@ -86,20 +88,32 @@ class RedisClaims:
         replies: Sequence[object] = []
         with contextlib.suppress(StoreError):  # Redis is away: it is tried again while the claim lasts, and after it
             replies = self._client.run([self._command(RENEW, key, token) for key, token in held]) if held else []
-        lost = [one for one, reply in zip(held, replies, strict=False) if reply == 0]
+        lost = [
+            key for (key, token), reply in zip(held, replies, strict=False) if reply == 0 and self.token(key) == token
+        ]
         if lost:
             _log.warning("store redis: %d claims were lost to others; what is saved for them is left out", len(lost))
 
     def _flush(self) -> None:
         """Give back what is to be given back; what fails ends by itself."""
-        if commands := self._leaving():
-            with contextlib.suppress(StoreError):
+        with self._changed:
+            keys = {key for key, _ in self._given_back}
+            commands = self._leaving()
+            self._sending |= keys
+        try:
+            if commands:
                 self._client.run(commands)
+        except StoreError:
+            pass
+        finally:
+            with self._changed:
+                self._sending -= keys
+                self._changed.notify_all()
 
     def _leaving(self) -> list[Command]:
         with self._changed:
             leaving, self._given_back = self._given_back, []
-        return [("EVAL", RELEASE, 1, self._names.claim(key), token) for key, token in leaving]
+        return [("EVAL", RELEASE, 2, self._names.claim(key), self._names.last(key), token) for key, token in leaving]
 
     def _command(self, script: str, key: bytes, token: str) -> Command:
         names = self._names

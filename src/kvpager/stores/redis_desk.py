@@ -82,12 +82,12 @@ class RedisDesk(RedisStore):
         total, pages, nbytes = len(blocks) + len(records), 0, 0
         for start in range(0, len(blocks), _AT_ONCE):
             some = blocks[start : start + _AT_ONCE]
-            for key, blob in zip(some, self._values(BLOCK, some), strict=True):
+            for row, (key, blob) in enumerate(zip(some, self._values(BLOCK, some), strict=True), start + 1):
                 nbytes += len(blob)
                 try:
                     pages += block_of(key, blob).head.pages if blob else 0
                 except StoreDamaged as error:
-                    damaged.append(Damage("block", key, None, str(error)))
+                    damaged.append(Damage("block", key, None, str(error), row))
             progress(start + len(some), total)
         for done, key in enumerate(records, len(blocks) + 1):
             (value,) = self._values(RECORD, [key])
@@ -96,9 +96,16 @@ class RedisDesk(RedisStore):
                 if value:
                     unseal(key, value[TENANT_BYTES:])
             except StoreDamaged as error:
-                damaged.append(Damage("record", key, None, str(error)))
+                damaged.append(Damage("record", key, None, str(error), done))
             progress(done, total)
         return Report(len(blocks), pages, len(records), nbytes, tuple(damaged))
+
+    def drop_damaged(self, report: Report) -> None:
+        """Forget the blocks and records that `verify` found damaged."""
+        self.drop([one.key for one in report.damaged if one.kind == "block"])
+        for one in report.damaged:
+            if one.kind == "record":
+                self.drop_record(one.key)
 
     def prune(
         self, *, to_bytes: int | None = None, older_seconds: float | None = None, tenant: bytes | None = None

@@ -117,8 +117,12 @@ return 1
 """
 """KEYS and ARGV as CLAIM's; one that ran out is taken again if nobody has had it since."""
 
-RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
-"""KEYS: claim. ARGV: token."""
+RELEASE = """
+if redis.call('GET', KEYS[2]) == ARGV[1] then redis.call('SET', KEYS[2], 'nobody', 'KEEPTTL') end
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+"""KEYS: claim, last. ARGV: token. A renewal that comes late does not take it again."""
 
 # Numbers in scores of the sorted set: uses count up, and a block comes before those that it follows on.
 RESERVE = """

@@ -31,12 +31,27 @@ def drop_blocks(changes: Changes, keys: Sequence[bytes]) -> None:
     changes.remove(drop)
 
 
+def drop_rows(changes: Changes, blocks: Sequence[int], records: Sequence[int]) -> None:
+    """The same for blocks and records by the ids of their rows. Raises StoreError."""
+
+    def drop(change: Change) -> None:
+        for number in blocks:
+            change.gone += [
+                key for (key,) in change.connection.execute("SELECT key FROM blocks WHERE id = ?", (number,))
+            ]
+            if not _remove_whole(change, number):
+                change.connection.execute("DELETE FROM blocks WHERE id = ?", (number,))
+        change.connection.executemany("DELETE FROM records WHERE id = ?", [(number,) for number in records])
+
+    changes.remove(drop)
+
+
 def erase(changes: Changes, tenant: bytes) -> int:
     """Forget all blocks and records of a tenant, and overwrite them; returns how many there were. Raises StoreError."""
 
     def forget(change: Change) -> int:
         connection, whose = change.connection, (tenant,)
-        connection.execute("INSERT INTO doomed SELECT id FROM blocks WHERE tenant = ?", whose)
+        connection.execute("INSERT OR IGNORE INTO doomed SELECT id FROM blocks WHERE tenant = ?", whose)
         change.gone += [key for (key,) in connection.execute("SELECT key FROM blocks WHERE tenant = ?", whose)]
         connection.execute("PRAGMA secure_delete = ON").fetchall()  # records are overwritten right here
         try:

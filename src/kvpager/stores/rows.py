@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 
 from kvpager.errors import StoreDamaged
 from kvpager.stored import BlockHead, Scores, StoredBlock
-from kvpager.stores.change import Change
+from kvpager.stores.change import SMALL_ROW_BYTES, Change
 from kvpager.stores.codec import encode, encode_head
 from kvpager.stores.header import Compression, Header
 from kvpager.stores.packages import xxh3
 
 __all__ = [
+    "COUNTERS",
+    "MOST",
+    "MOST_HITS",
     "BlockRows",
+    "blob_of",
     "block_rows",
     "bump",
     "counter",
@@ -26,9 +30,17 @@ __all__ = [
     "remove_record",
     "rescore",
     "seal",
+    "set_counter",
     "touch",
+    "touch_record",
     "unseal",
 ]
+
+COUNTERS = ("use", "age", "drops", "tick")
+MOST = 2**62
+"""What counts things counts no further; what says more was not written by kvpager."""
+
+MOST_HITS = 2**63 - 1
 
 _SUM_BYTES = 8
 _ROW_BYTES = 400  # of the small row, its entries in indices, and what SQLite keeps for each of the others
@@ -83,7 +95,8 @@ def insert_block(change: Change, rows: BlockRows) -> int:
     ).lastrowid
     assert number is not None
     for table, data in zip(_PARTS, (rows.packed, rows.scores, rows.payload), strict=True):
-        connection.execute(f"INSERT INTO {table} VALUES (?, ?)", (number, data))
+        connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?)", (number, data))
+    change.orders(head.key, head.parent)
     return number
 
 
@@ -94,6 +107,14 @@ def insert_record(change: Change, key: bytes, tenant: bytes, sealed: bytes) -> N
         "INSERT INTO records (key, tenant, bytes, worth, used, seen, record) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (key, tenant, len(sealed) + _ROW_BYTES, stamp.worth(1), stamp.use, stamp.seen, sealed),
     )
+
+
+def touch_record(change: Change, key: bytes) -> int:
+    """Note that a record is used now; returns its bytes, 0 where it is not there."""
+    row = change.connection.execute(
+        "UPDATE records SET used = ? WHERE key = ? RETURNING CAST(bytes AS INTEGER)", (change.stamp.use, key)
+    ).fetchall()
+    return max(0, row[0][0]) if row else 0
 
 
 def remove_record(change: Change, key: bytes) -> None:
@@ -113,12 +134,14 @@ def touch(change: Change, keys: Iterable[bytes]) -> None:
 def rescore(change: Change, number: int, news: Scores) -> None:
     """Set the scores of the block with this id and add its hits, if it is there."""
     connection, stamp = change.connection, change.stamp
+    change.rewrites("scores", number, len(news.scores))
+    change.rewrites("blocks", number, SMALL_ROW_BYTES)
     connection.execute("UPDATE scores SET scores = ? WHERE id = ?", (seal(news.key, news.scores), number))
     if not news.hits:
         return
     row = connection.execute("SELECT hits FROM blocks WHERE id = ?", (number,)).fetchone()
     if row is not None:
-        hits = row[0] + news.hits
+        hits = min(MOST_HITS, (row[0] if isinstance(row[0], int) and row[0] > 0 else 0) + news.hits)
         connection.execute(
             "UPDATE blocks SET hits = ?, worth = ?, used = ?, seen = ? WHERE id = ?",
             (hits, stamp.worth(hits), stamp.use, stamp.seen, number),
@@ -138,9 +161,11 @@ def remove_blocks(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
         connection.executemany(f"DELETE FROM {table} WHERE id = ?", numbers)
 
 
-def head_of(row: tuple[bytes, bytes, int], key: bytes) -> BlockHead:
+def head_of(row: tuple[object, object, object], key: bytes) -> BlockHead:
     """The head of a row of (head, scores, hits); raises StoreDamaged where it is not that of this block."""
-    packed, scores, hits = row
+    packed, scores, hits = blob_of(row[0]), blob_of(row[1]), row[2]
+    if not isinstance(hits, int) or hits < 0:
+        raise StoreDamaged(f"the hits of block {key[:6].hex()} are no number that could be")
     header = Header.parse(packed)
     head = header.head
     if header.header_bytes != len(packed):
@@ -157,23 +182,35 @@ def seal(key: bytes, data: bytes) -> bytes:
     return xxh3()(key + data).to_bytes(_SUM_BYTES, "little") + data
 
 
-def unseal(key: bytes, sealed: bytes) -> bytes:
+def unseal(key: bytes, stored: object) -> bytes:
     """The data; raises StoreDamaged where it was changed, cut off, or sealed for another key."""
+    sealed = blob_of(stored)
     data = sealed[_SUM_BYTES:]
     if len(sealed) < _SUM_BYTES or xxh3()(key + data).to_bytes(_SUM_BYTES, "little") != sealed[:_SUM_BYTES]:
         raise StoreDamaged(f"{len(sealed)} bytes stored for {key[:6].hex()} do not match their checksum")
     return data
 
 
-def counter(connection: sqlite3.Connection, name: str) -> int:
-    """A counter's value."""
-    value: int = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0]
+def blob_of(value: object) -> bytes:
+    """What was read, if it is bytes; raises StoreDamaged for NULL, text and numbers."""
+    if not isinstance(value, bytes):
+        raise StoreDamaged(f"bytes should be stored, and it is {type(value).__name__}")
     return value
+
+
+def counter(connection: sqlite3.Connection, name: str) -> int:
+    """A counter's value; 0 where it is missing, or can't be one."""
+    row = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
+    return row[0] if row is not None and isinstance(row[0], int) and 0 <= row[0] <= MOST else 0
+
+
+def set_counter(connection: sqlite3.Connection, name: str, value: int) -> None:
+    """Set a counter, which is made where it is missing."""
+    connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (name, value))
 
 
 def bump(connection: sqlite3.Connection, name: str, by: int = 1) -> int:
     """Add to a counter; returns its value."""
-    rows: Iterable[tuple[int]] = connection.execute(
-        "UPDATE counters SET value = value + ? WHERE name = ? RETURNING value", (by, name)
-    ).fetchall()
-    return next(iter(rows))[0]
+    value = counter(connection, name) + by
+    set_counter(connection, name, value)
+    return value

@@ -7,10 +7,13 @@ about a block write one kilobyte and not its digest too.
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 from collections.abc import Sequence
 
-__all__ = ["APPLICATION_ID", "MIGRATIONS", "PAGE_BYTES", "VERSION", "migrate"]
+from kvpager.errors import StoreForeign
+
+__all__ = ["APPLICATION_ID", "MIGRATIONS", "PAGE_BYTES", "VERSION", "is_ours", "migrate"]
 
 APPLICATION_ID = int.from_bytes(b"KVPG", "big")
 PAGE_BYTES = 2**15
@@ -86,11 +89,17 @@ VERSION = len(MIGRATIONS)
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> int:
     """Bring a database that is no newer to the last version, in one transaction; returns the version it had.
 
-    An empty one gets its application_id as well. Nothing is done where another process was quicker.
+    An empty one gets its application_id as well. Nothing is done where another process was quicker. Raises StoreForeign
+    where that was another application.
     """
-    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("BEGIN")
     try:
+        # Begins to write. By itself it would leave an empty database of nobody's, for others to see, in an empty file.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL").fetchall()
         before: int = connection.execute("PRAGMA user_version").fetchone()[0]
+        application: int = connection.execute("PRAGMA application_id").fetchone()[0]
+        if application != APPLICATION_ID and (application or _shape(connection)):
+            raise StoreForeign(f"another application has made a database here (id {application}), which stays as it is")
         if before < len(migrations):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             for statements in migrations[before:]:
@@ -103,3 +112,33 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] 
             connection.execute("ROLLBACK")
         raise
     return before
+
+
+def is_ours(connection: sqlite3.Connection) -> bool:
+    """Whether a database has this version's tables, indices and triggers, each as it is made here.
+
+    What others have added is no matter, but for triggers, which could do anything.
+    """
+    if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+        return False
+    there, ours = _shape(connection), _ours()
+    return ours <= there and not any(kind == "trigger" for kind, *_ in there - ours)
+
+
+@functools.cache
+def _ours() -> frozenset[tuple[str, ...]]:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    try:
+        migrate(connection)
+        return _shape(connection)
+    finally:
+        connection.close()
+
+
+def _shape(connection: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
+    """What there is, and how it was made; without what SQLite makes for itself."""
+    return frozenset(
+        connection.execute(
+            "SELECT type, name, tbl_name, sql FROM sqlite_schema WHERE substr(name, 1, 7) <> 'sqlite_'"
+        ).fetchall()
+    )

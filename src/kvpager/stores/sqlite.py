@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvpager.errors import ConfigError, InputError, StoreError, StoreFull, StoreUnavailable
+from kvpager.errors import ConfigError, InputError, StoreError, StoreTooLarge, StoreUnavailable
 from kvpager.ports import Bytes
 from kvpager.stored import BlockHead, Scores, StoredBlock
 from kvpager.stores.change import Change
@@ -23,8 +24,8 @@ from kvpager.stores.index import Index
 from kvpager.stores.lookup import Lookup
 from kvpager.stores.moving import Moved, export_to, import_from
 from kvpager.stores.places import Places
-from kvpager.stores.quota import Quota, Shares
-from kvpager.stores.removing import drop_blocks, erase, prune_older, prune_to, purge
+from kvpager.stores.quota import Quota, Room, Shares
+from kvpager.stores.removing import drop_blocks, drop_rows, erase, prune_older, prune_to, purge
 from kvpager.stores.reserve import Reserve
 from kvpager.stores.rows import (
     BlockRows,
@@ -36,8 +37,11 @@ from kvpager.stores.rows import (
     remove_record,
     rescore,
     seal,
+    set_counter,
     touch,
+    touch_record,
 )
+from kvpager.stores.sound import mend as mend_rows
 from kvpager.stores.tier import TierSizes
 from kvpager.stores.verify import Progress, Report, verify
 
@@ -46,7 +50,8 @@ __all__ = ["LEAST_LIMIT_BYTES", "SYNCHRONOUS", "SqliteStore", "Synchronous", "Te
 Synchronous = Literal["normal", "full"]
 SYNCHRONOUS: tuple[str, ...] = get_args(Synchronous)
 LEAST_LIMIT_BYTES = 4 * 2**20
-RESCORED = 512  # blocks that one transaction tells news of
+COUNT = "max(0, CAST({} AS INTEGER))"  # a sum, whatever somebody has written there
+SUMS = ("blocks", "records", "bytes", "payload_bytes")
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class SqliteStore:
     compression         of pages that are written; those that are there are read in whatever they are in
     itemsize            bytes of a number in the pages, by which compression goes
     busy_ms             how long one waits for another process before StoreLocked
-    mend                whether a malformed database is put aside and begun anew; else it stays as it is
+    mend                whether a malformed database is put aside and begun anew, and rows that can't be kvpager's are
+                        forgotten when it is opened; else it stays as it is
     guest               whether it only looks and forgets: then the reserve is left to those who write blocks
     clock, wall         seconds: monotonic, and since 1970. Only `prune` by age goes by the latter
 
@@ -106,7 +112,7 @@ class SqliteStore:
         if compression not in COMPRESSIONS:
             raise ConfigError(f"compression is {compression!r}, and one of {', '.join(COMPRESSIONS)} is allowed")
         self.path = Path(path)
-        self._compression, self._itemsize, self._wall = compression, itemsize, wall
+        self._compression, self._itemsize, self._wall, self._mend = compression, itemsize, wall, mend
         self._places = Places(path)
         shares = Shares.of(limit_bytes, self._places.disk_bytes)
         reserve = Reserve(self._places.reserve, shares.reserve, guest)
@@ -186,10 +192,9 @@ class SqliteStore:
     def sizes(self) -> TierSizes:
         """What is held. Raises StoreError."""
         with self._database.reading() as connection:
-            row = connection.execute(
-                "SELECT total(blocks), total(records), total(payload_bytes) FROM tenants"
+            blocks, records, _, payload_bytes = connection.execute(
+                f"SELECT {', '.join(COUNT.format(f'total({name})') for name in SUMS)} FROM tenants"
             ).fetchone()
-        blocks, records, payload_bytes = map(int, row)
         return TierSizes(
             blocks, records, payload_bytes, self._places.nbytes, self._quota.limit_bytes, self._changes.dropped
         )
@@ -198,17 +203,19 @@ class SqliteStore:
         """What each tenant has, who has most first. Raises StoreError."""
         with self._database.reading() as connection:
             rows = connection.execute(
-                "SELECT tenant, blocks, records, bytes, payload_bytes FROM tenants ORDER BY bytes DESC, tenant"
+                f"SELECT tenant, {', '.join(map(COUNT.format, SUMS))} FROM tenants WHERE typeof(tenant) = 'blob'"
+                " ORDER BY 4 DESC, 1"
             ).fetchall()
         return [TenantSizes(*row) for row in rows]
 
     # -- writing
 
     def put(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store blocks in one transaction; returns how many were written.
+        """Store blocks; returns how many were written.
 
-        One that is there already, or for which there is no room whatever makes way, is left out. Raises StoreError, or
-        InputError for a block that is not as its head says.
+        One transaction, or several where so much makes way that the log would outgrow its bounds. A block that is there
+        already, or for which there is no room whatever makes way, is left out. Raises StoreError, and what an earlier
+        transaction wrote stays, or InputError for a block that is not as its head says.
         """
         made = [block_rows(block, self._compression, self._itemsize) for block in blocks]
         self._database.open()
@@ -216,10 +223,13 @@ class SqliteStore:
             purge(self._changes)
             self._unfinished = False
         self._changes.prepare(sum(rows.nbytes for rows in made))
-        with self._changes.transaction() as change:
-            added = [row for rows in made if (row := self._put(change, rows))]
-        self._index.add(added)
-        return len(added)
+        left, written = deque(made), 0
+        while left:
+            with self._changes.transaction() as change:
+                added = self._put_some(change, left)
+            self._index.add(added)
+            written += len(added)
+        return written
 
     def update(self, news: Sequence[Scores], tick: int) -> None:
         """Set scores, add hits, and note the tick; blocks that are not there are left out. Raises StoreError.
@@ -229,11 +239,14 @@ class SqliteStore:
         self._database.open()
         found = [(number, one) for one in news if (number := self._index.get(one.key)) is not None]
         found.sort(key=itemgetter(0))  # rows beside each other share pages
-        for begin in range(0, max(1, len(found)), RESCORED):
+        left = deque(found)
+        while True:
             with self._changes.transaction() as change:
-                change.connection.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'tick'", (tick,))
-                for number, one in found[begin : begin + RESCORED]:
-                    rescore(change, number, one)
+                set_counter(change.connection, "tick", max(counter(change.connection, "tick"), tick))
+                while left and not self._quota.heavy(change):
+                    rescore(change, *left.popleft())
+            if not left:
+                break
         self._tick = max(self._tick, tick)
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -244,14 +257,25 @@ class SqliteStore:
         drop_blocks(self._changes, keys)
 
     def save_record(self, key: bytes, tenant: bytes, record: bytes) -> None:
-        """Store a record in the place of an older one. Raises StoreError: StoreFull where nothing may make way."""
+        """Store a record in the place of an older one. Raises StoreError: StoreTooLarge where nothing may make way."""
         sealed = seal(key, record)
         self._changes.prepare(len(sealed))
-        with self._changes.transaction() as change:
-            remove_record(change, key)
-            if not self._quota.fit(change, tenant, len(sealed)):
-                raise StoreFull(f"store {self.path}: no room for a record of {len(record)} bytes, whatever makes way")
-            insert_record(change, key, tenant, sealed)
+        room: Room = "later"
+        while room == "later":
+            with self._changes.transaction() as change:
+                instead = touch_record(change, key)  # which keeps it, until there is room for the new one
+                room = self._quota.fit(change, tenant, len(sealed), instead=instead)
+                if room == "none":
+                    raise StoreTooLarge(
+                        f"store {self.path}: no room for a record of {len(record)} bytes, whatever makes way"
+                    )
+                if room == "there":
+                    remove_record(change, key)
+                    insert_record(change, key, tenant, sealed)
+
+    def drop_damaged(self, report: Report) -> None:
+        """Forget the blocks and records that `verify` found damaged, whatever their keys are. Raises StoreError."""
+        drop_rows(self._changes, report.rows_damaged("blocks"), report.rows_damaged("records"))
 
     def drop_record(self, key: bytes) -> None:
         """Forget a record, if it is there. Raises StoreError."""
@@ -330,9 +354,10 @@ class SqliteStore:
 
     def close(self) -> None:
         """Note what was found, close all files and end all claims; idempotent. Nothing is raised."""
-        if self._changes.touched:
-            with contextlib.suppress(StoreError), self._changes.transaction():
-                pass
+        with contextlib.suppress(StoreError):
+            while self._changes.touched:
+                with self._changes.transaction():
+                    pass
         self._database.close()
         self._claims.close()
 
@@ -340,16 +365,25 @@ class SqliteStore:
 
     def _opened(self, connection: sqlite3.Connection) -> None:
         self._changes.forget()
+        if self._mend and not self._database.readonly:
+            self._lookup.damaged += mend_rows(connection)
         self._unfinished = connection.execute("SELECT 1 FROM doomed").fetchone() is not None
         self._index.load(connection)
         self._tick = counter(connection, "tick")
 
-    def _put(self, change: Change, rows: BlockRows) -> tuple[bytes, int] | None:
-        head = rows.head
-        touch(change, (head.key, head.parent))  # neither makes way for this one or for what follows
-        if id_of(change.connection, head.key) is not None:
-            return None
-        alone = head.depth > 0 and id_of(change.connection, head.parent) is None
-        if not self._quota.fit(change, head.tenant, rows.nbytes, alone):
-            return None
-        return head.key, insert_block(change, rows)
+    def _put_some(self, change: Change, left: deque[BlockRows]) -> list[tuple[bytes, int]]:
+        """Write the first of these blocks, as many as one transaction should, and take them off."""
+        added: list[tuple[bytes, int]] = []
+        while left and not (added and self._quota.heavy(change)):
+            rows, room = left[0], "none"
+            head = rows.head
+            touch(change, (head.key, head.parent))  # neither makes way for this one or for what follows
+            if id_of(change.connection, head.key) is None:
+                alone = head.depth > 0 and id_of(change.connection, head.parent) is None
+                room = self._quota.fit(change, head.tenant, rows.nbytes, alone=alone)
+            if room == "later":
+                break
+            if room == "there":
+                added.append((head.key, insert_block(change, rows)))
+            left.popleft()
+        return added

@@ -39,8 +39,9 @@ class Tier(Protocol):
     happens in one thread, not always that which opened the tier. `claim` and `release` belong to the owner's thread.
     `close` comes from any thread, when no other call runs.
 
-    A write is one transaction, durable (as far as the tier's settings promise) when it returns; one that raises has
-    changed nothing. No call waits for others for longer than a fraction of a second: it raises StoreLocked.
+    A write is a transaction, durable (as far as the tier's settings promise) when it returns; one that raises has
+    changed nothing. `put` and `update` may be several, and then the earlier ones stay. No call waits for others for
+    longer than a fraction of a second: it raises StoreLocked.
 
     What was lost or could not be read as a whole (StoreDamaged; StoreUnavailable of kind "lost") has been put aside and
     begun anew, where that was possible, when such an error is raised: the same call then works on an empty tier.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvpager.errors import StoreDamaged
@@ -12,7 +12,8 @@ from kvpager.stored import BlockHead
 from kvpager.stores.database import Database
 from kvpager.stores.faults import is_damage
 from kvpager.stores.header import Header
-from kvpager.stores.rows import head_of, unseal
+from kvpager.stores.rows import blob_of, head_of, unseal
+from kvpager.stores.sound import SOUND_BLOCK, SOUND_RECORD
 
 __all__ = ["Damage", "Progress", "Report", "verify"]
 
@@ -21,6 +22,7 @@ Progress = Callable[[int, int], None]
 
 STEP = 16  # blocks that are read in one transaction: a longer one would keep the log from being cut off
 MOST_LINES = 100  # of what SQLite says about its structure
+NOT_OURS = "its row is not as kvpager writes it"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Damage:
 
     kind     "page"; "block" where its pages can't be told apart; "head" (what is known of a block but its pages);
              "record"; "file" for the database's structure
-    key      of the block or record; empty for the file
+    key      of the block or record, as bytes whatever it is; empty for the file
+    row      the id of its row; 0 for the file
     page     which of the block's pages, for kind "page"
     message  what does not match
     """
@@ -38,6 +41,7 @@ class Damage:
     key: bytes
     page: int | None
     message: str
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,10 @@ class Report:
     nbytes: int
     damaged: tuple[Damage, ...]
 
-    @property
-    def blocks_damaged(self) -> list[bytes]:
-        """Keys of all blocks that are damaged anywhere, each once."""
-        return list(dict.fromkeys(one.key for one in self.damaged if one.kind in ("page", "block", "head")))
-
-    @property
-    def records_damaged(self) -> list[bytes]:
-        """Keys of all records that are damaged."""
-        return [one.key for one in self.damaged if one.kind == "record"]
+    def rows_damaged(self, table: Literal["blocks", "records"]) -> list[int]:
+        """Ids of all rows of blocks, or of records, that are damaged anywhere, each once."""
+        kinds = ("page", "block", "head") if table == "blocks" else ("record",)
+        return list(dict.fromkeys(one.row for one in self.damaged if one.kind in kinds))
 
 
 def verify(database: Database, progress: Progress = lambda done, total: None) -> Report:
@@ -69,18 +68,22 @@ def verify(database: Database, progress: Progress = lambda done, total: None) ->
     """
     damaged = list(_structure(database))
     with database.reading() as connection:
-        blocks = connection.execute("SELECT id, key FROM blocks ORDER BY id").fetchall()
-        records: list[bytes] = [key for (key,) in connection.execute("SELECT key FROM records")]
+        blocks = connection.execute(f"SELECT id, key, {SOUND_BLOCK} FROM blocks ORDER BY id").fetchall()
+        records = connection.execute(f"SELECT id, key, {SOUND_RECORD} FROM records ORDER BY id").fetchall()
     counts = _Counts()
     total = len(blocks) + len(records)
     for begin in range(0, len(blocks), STEP):
         with database.reading() as connection:
-            for number, key in blocks[begin : begin + STEP]:
-                damaged += _block(connection, number, key, counts)
+            for number, key, sound in blocks[begin : begin + STEP]:
+                found = (
+                    _block(connection, number, key, counts) if sound else [Damage("block", _name(key), None, NOT_OURS)]
+                )
+                damaged += [replace(one, row=number) for one in found]
         progress(min(begin + STEP, len(blocks)), total)
-    for done, key in enumerate(records, len(blocks) + 1):
+    for done, (number, key, sound) in enumerate(records, len(blocks) + 1):
         with database.reading() as connection:
-            damaged += _record(connection, key, counts)
+            found = _record(connection, key, counts) if sound else [Damage("record", _name(key), None, NOT_OURS)]
+        damaged += [replace(one, row=number) for one in found]
         progress(done, total)
     return Report(counts.blocks, counts.pages, counts.records, counts.nbytes, tuple(damaged))
 
@@ -113,7 +116,7 @@ def _block(connection: sqlite3.Connection, number: int, key: bytes, counts: _Cou
         if row is None:
             there = connection.execute("SELECT 1 FROM blocks WHERE id = ?", (number,)).fetchone()
             return [Damage("block", key, None, "its pages are missing")] if there else []
-        blob: bytes = row[0]
+        blob = blob_of(row[0])
         counts.blocks += 1
         counts.nbytes += len(blob)
         header = Header.parse(blob)
@@ -142,8 +145,9 @@ def _head(
             return [], None
         if row[0] is None or row[1] is None:
             return [Damage("head", key, None, "its head or its scores are missing")], None
+        head = head_of(row, key)
         counts.nbytes += len(row[0]) + len(row[1])
-        return [], head_of(row, key)
+        return [], head
     except (StoreDamaged, sqlite3.DatabaseError) as error:
         return [Damage("head", key, None, _words(error))], None
 
@@ -154,11 +158,15 @@ def _record(connection: sqlite3.Connection, key: bytes, counts: _Counts) -> list
         if row is None:
             return []
         counts.records += 1
-        counts.nbytes += len(row[0])
-        unseal(key, row[0])
+        counts.nbytes += len(unseal(key, row[0]))
     except (StoreDamaged, sqlite3.DatabaseError) as error:
         return [Damage("record", key, None, _words(error))]
     return []
+
+
+def _name(key: object) -> bytes:
+    """A key that is none, so that it can be told."""
+    return key if isinstance(key, bytes) else str(key).encode()
 
 
 def _words(error: Exception) -> str:

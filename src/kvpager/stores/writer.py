@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from kvpager.errors import StoreError
+from kvpager.errors import StoreError, StoreTooLarge
 from kvpager.stores.backlog import Backlog, Drop, DropRecord, Erase, News, Save, Work
 from kvpager.stores.guard import RENEWED, Guard
 from kvpager.stores.limits import Limits
@@ -15,6 +15,7 @@ from kvpager.stores.tier import Tier
 __all__ = ["Writer"]
 
 _log = logging.getLogger("kvpager.stores")
+_PIECES = 8  # that a batch is written in while the owner computes
 _MOST_TRIES = 5  # of a record, or of forgetting something: what fails so often would hold up all that waits behind it
 
 
@@ -37,7 +38,10 @@ class Writer:
         self._guard = guard
         self._backlog = backlog
         self._limits = limits
-        self._yields = False  # whether blocks wait for now
+        self._share = 1.0  # of a processor, that blocks may take
+        self._yields_until = 0.0  # and no longer than till then
+        self._spent_s = 0.0  # of a processor's time, on the last batch
+        self._rests_from = 0.0
         self._hurried = 0  # how many wait for all to be written
         self._stopping = False
         self._forgets = True  # whether forgetting may be tried in a pause: it has not failed in this one
@@ -49,11 +53,17 @@ class Writer:
             self._thread = threading.Thread(target=self._run, name="kvpager-store-writer", daemon=True)
             self._thread.start()
 
-    def yields(self, computing: bool) -> None:
-        """While the owner computes with all processors, blocks wait until three quarters of what may wait do."""
+    def yields(self, share: float) -> None:
+        """Writing takes no more than this share of a processor, since the owner computes with all of them; 1 for all.
+
+        At 0 blocks wait until three quarters of what may wait do; then, and when somebody waits, nothing is held back.
+        The owner says so again and again: `yield_s` after it did so last it is taken to have stopped computing.
+        """
         with self._backlog.changed:
-            self._yields = computing
-            self._backlog.changed.notify_all()
+            self._yields_until = time.monotonic() + self._limits.yield_s
+            if share != self._share:
+                self._share = share
+                self._backlog.changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits, for so many seconds at most; returns whether that is so."""
@@ -80,9 +90,12 @@ class Writer:
     def _run(self) -> None:
         while self._wait():
             if self._guard.open() and not self._guard.off:
-                work = self._backlog.take(self._limits.batch_bytes)
+                # small pieces while the owner computes: none of its steps is to wait for long
+                work = self._backlog.take(self._limits.batch_bytes // (_PIECES if self._shares else 1))
                 if work is not None:
+                    began, self._rests_from = time.thread_time(), time.monotonic()
                     self._do(work)
+                    self._spent_s = time.thread_time() - began
             elif self._guard.off:
                 self._abandon()
             self._backlog.left(self._give_back)
@@ -102,8 +115,10 @@ class Writer:
                     changed.wait(pause)
                 elif guard.tier is None and not guard.off:
                     return True
-                elif backlog.idle or self._puts_off:
+                elif backlog.idle:
                     changed.wait()
+                elif (left := self._puts_off_s) > 0:
+                    changed.wait(left)
                 elif backlog.ripe(self._limits.batch_bytes) or self._hurried:
                     return True
                 else:
@@ -112,10 +127,19 @@ class Writer:
         return False
 
     @property
-    def _puts_off(self) -> bool:
-        if not self._yields or self._hurried or self._backlog.forgets:
-            return False
-        return self._backlog.bytes < self._limits.waiting_bytes * 3 // 4
+    def _shares(self) -> bool:
+        """Whether the owner computes, and what waits may wait on."""
+        full = self._backlog.bytes >= self._limits.waiting_bytes * 3 // 4
+        hurries = full or self._hurried or self._backlog.forgets
+        return self._share < 1 and not hurries and time.monotonic() < self._yields_until
+
+    @property
+    def _puts_off_s(self) -> float:
+        """For how long blocks wait on for the owner's sake, unless something changes."""
+        if not self._shares:
+            return 0.0
+        rests_until = self._rests_from + self._spent_s / self._share if self._share else self._yields_until
+        return min(rests_until, self._yields_until) - time.monotonic()
 
     def _linger(self) -> None:
         """Wait a little for more, so that a batch is worth its transaction."""
@@ -158,7 +182,7 @@ class Writer:
                 self.stored_bytes += sum(put.block.payload.nbytes for put in work) * written // len(work)
 
     def _failed(self, work: Work, error: StoreError) -> None:
-        if self._guard.off:
+        if self._guard.off or isinstance(error, StoreTooLarge):
             self._give_up(work)
             return
         if isinstance(work, Save | Drop | DropRecord) and error.kind != "locked":

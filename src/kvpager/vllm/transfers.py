@@ -17,6 +17,7 @@ __all__ = ["Transfers"]
 
 _log = logging.getLogger("kvpager.vllm")
 _AT_ONCE = 4  # blocks a read
+_SHARE = 0.05  # of a processor, for writing while answers are computed: each step waits for all processors
 _LOOK_S = 1.0  # the store is asked for its sizes no more often
 _IDLE_S = 0.01  # a step that computes nothing waits so long for what is being loaded
 
@@ -27,7 +28,7 @@ class Transfers:
     store   what is saved into and loaded from; closed by `close`
     pages   vLLM's blocks
     rank    of this worker, by which it chooses among keys
-    yields  told when a step begins to compute prompts, and when it has: the store may put off writing meanwhile
+    yields  told as each step begins what share of a processor writing may take until the next one does: 1 for all
     clock   seconds, for what is counted
 
     All methods belong to the worker's thread; one thread of its own loads.
@@ -38,7 +39,7 @@ class Transfers:
         store: BlockStore,
         pages: Pages,
         rank: int = 0,
-        yields: Callable[[bool], None] = lambda computing: None,
+        yields: Callable[[float], None] = lambda share: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
@@ -59,8 +60,7 @@ class Transfers:
 
     def begin(self, plan: Plan) -> None:
         """Before vLLM fills blocks anew: what is left of requests that have ended is saved now, or never."""
-        if plan.prompts:
-            self._yields(True)
+        self._yields(1.0 if plan.idle else 0.0 if plan.prompts else _SHARE)
         ended = set(plan.ended)
         if not ended:
             return
@@ -89,8 +89,6 @@ class Transfers:
         """Copy out what is full after this step's forward pass, as far as the store has room."""
         self._offered += plan.saves
         self._save()
-        if plan.prompts:
-            self._yields(False)
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have ended since the last call, well or not."""

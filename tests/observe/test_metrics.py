@@ -1,0 +1,48 @@
+"""Figures as Prometheus's text: what is written can be read, and says what was counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpager.observe import Snapshot, render
+from kvpager.observe.process import memory_limit_bytes, rss_bytes
+from kvpager.stats import Histogram
+
+
+def test_a_histogram_counts_each_value_once_below_the_bound_that_it_reaches() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for value in (0.0, 1.0, 1.5, 2.0, 4.9, 5.1, 100.0):
+        histogram.add(value)
+    found = histogram.look()
+    assert found.counts == (2, 2, 1, 2)
+    assert found.count == 7
+    assert found.total == pytest.approx(114.5)
+    histogram.add(1.0)
+    assert found.count == 7  # a look does not change any more
+
+
+def test_without_an_engine_there_is_the_state_alone() -> None:
+    text = render(Snapshot("loading", "1.2.3", 'a "model"\\ with\nlines', places=4)).decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    states = {sample.labels["state"]: sample.value for sample in found["kvpager_engine_state"].samples}
+    assert states == {"loading": 1.0, "ready": 0.0, "draining": 0.0, "stopped": 0.0, "failed": 0.0}
+    assert found["kvpager_build_info"].samples[0].labels == {"version": "1.2.3", "model": 'a "model"\\ with\nlines'}
+    assert "kvpager_requests_running" not in found
+
+
+def test_the_processs_memory_is_told() -> None:
+    held = rss_bytes()
+    assert 2**20 < held < 2**40
+    assert rss_bytes(Path("/nowhere")) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "limit"), [("1073741824\n", 2**30), ("max\n", None), ("9223372036854771712", None), ("", None)]
+)
+def test_the_limit_of_a_cgroup_is_found(tmp_path: Path, content: str, limit: int | None) -> None:
+    place = tmp_path / "memory.max"
+    place.write_text(content)
+    assert memory_limit_bytes((tmp_path / "missing", place)) == limit
