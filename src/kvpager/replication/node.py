@@ -145,10 +145,9 @@ class Node:
         left = None if holder is None else round(max(0.0, holder.left_s - (self._clock() - seen)), 3)
         told |= {"primary": None if holder is None else holder.owner, "epoch": None if holder is None else holder.epoch}
         told |= {"lease_seconds": left, "degraded": not self._reached}
-        if mirror is not None:
-            known = mirror.stats()
-            told |= {"lag_seconds": round(known.lag_s, 3), "requests": known.requests}
-        return told
+        known = None if mirror is None else mirror.stats()
+        lag, requests = (0.0, 0) if known is None else (round(known.lag_s, 3), known.requests)
+        return told | {"lag_seconds": lag, "requests": requests}
 
     # -- the thread
 

@@ -126,6 +126,7 @@ class Service:
             answered=dict(self.answered),
             limits=limits,
             rss_bytes=rss_bytes(),
+            replication={} if self.replication is None else self.replication(),
         )
 
     @property
