@@ -142,7 +142,7 @@ class NativeKernel:
     @property
     def numerics(self) -> str:
         """The instruction set decides how sums are rounded; the number changes with the layout of frames."""
-        return f"native-1 {_native.isa()}"
+        return f"native-2 {_native.isa()}"
 
     def storage(self, frames: int, shape: KVShape, page_size: int) -> NativeStorage:
         """Make the bytes of `frames` frames; ValueError for a head_dim that it does not serve."""

@@ -29,6 +29,7 @@ struct AttendArgs {
   const int64_t* starts;
   const int64_t* counts;
   int64_t pages;
+  int64_t after;                    // frames that lie behind those in `frames`, wanted soon by the same thread
   int64_t kv_heads, group, tokens;  // H, G, T
   const float* queries;             // [H * G][T][D]
   int64_t start;                    // position of the first query

@@ -6,42 +6,43 @@
 
 namespace kvpager::KV_ISA {
 
-#if defined(__AVX512F__)
-constexpr int kScoreRows = 16, kMixRows = 4, kMixVectors = 4;  // 16 accumulators of the 32 registers
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSumRegisters = 16;  // of 32
 #else
-constexpr int kScoreRows = 4, kMixRows = 2, kMixVectors = 2;
+constexpr int kSumRegisters = 8;  // of 16
 #endif
+constexpr int kScoreRows = kSumRegisters / kParts;
+constexpr int kMixRows = kParts == 1 ? 4 : 2, kMixVectors = kScoreRows / kMixRows;
 constexpr int kBlockRows = 4, kBlocks = 4;  // for 32 registers alone: with 16, half as wide, it took half as long again
 
 KV_INLINE void prefetch(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
 // Products of `rows` queries with 16 keys. q: multipliers, `stride` from row to row. kTwo: keys of 8 tokens at `k` and
 // 8 more at `k2` (pages of 8); else 16 at `k`. `ahead` is as long as the keys, and wanted soon. Writes
-// scores[r * width .. + 16] = product * scale.
+// scores[r * width .. + 16] = product * by.
 template <class E, int kRows, bool kTwo>
 void score_rows(const uint8_t* k, const uint8_t* k2, const typename E::M* q, int64_t stride, int steps,
-                const uint8_t* ahead, float scale, float* scores, int64_t width) {
+                const uint8_t* ahead, float by, float* scores, int64_t width) {
   // several sums a row where there are few rows: one instruction must wait some cycles for the one before it
-  constexpr int kSplit = kRows == 1 ? 4 : kRows <= 4 ? 2 : 1;
+  constexpr int kSplit = kRows * kParts == 1 ? 4 : kRows * kParts <= 4 ? 2 : 1;
   constexpr int kStep = 16 * E::kPair * E::kItem / (kTwo ? 2 : 1);
-  f32x16 sum[kRows][kSplit] = {};
+  Sums sum[kRows][kSplit] = {};
   for (int i = 0; i < steps; i += kSplit) {
     for (int s = 0; s < kSplit; ++s) {
       const int64_t at = static_cast<int64_t>(i + s) * kStep;
-      typename E::Raw raw;
+      typename E::Operand x;
       if constexpr (kTwo)
-        raw = joined(load<typename E::RawHalf>(k + at), load<typename E::RawHalf>(k2 + at));
+        x = E::read(k + at, k2 + at);
       else
-        raw = load<typename E::Raw>(k + at);
+        x = E::read(k + at);
       prefetch(ahead + at);
-      const typename E::Operand x = E::widen(raw);
-      for (int r = 0; r < kRows; ++r) sum[r][s] = E::dot(sum[r][s], x, q + r * stride + (i + s) * E::kMult);
+      for (int r = 0; r < kRows; ++r) E::dot(sum[r][s], x, q + r * stride + (i + s) * E::kMult);
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    f32x16 all = sum[r][0];
-    for (int s = 1; s < kSplit; ++s) all += sum[r][s];
-    store(scores + r * width, all * scale);
+    for (int s = 1; s < kSplit; ++s) add(sum[r][0], sum[r][s]);
+    scale(sum[r][0], by);
+    store_sums(scores + r * width, sum[r][0]);
   }
 }
 
@@ -49,24 +50,24 @@ void score_rows(const uint8_t* k, const uint8_t* k2, const typename E::M* q, int
 // multiplier that was read serves all places.
 template <class E, int kRows, bool kFetch>
 void score_blocks_rows(const uint8_t* const* keys, const uint8_t* const* ahead, const typename E::M* q, int64_t stride,
-                       int steps, float scale, float* scores, int64_t width) {
+                       int steps, float by, float* scores, int64_t width) {
   constexpr int kSplit = kRows == 1 ? 2 : 1;
   constexpr int kStep = 16 * E::kPair * E::kItem;
-  f32x16 sum[kRows][kBlocks][kSplit] = {};
+  Sums sum[kRows][kBlocks][kSplit] = {};
   for (int i = 0; i < steps; i += kSplit)
     for (int s = 0; s < kSplit; ++s) {
       const int64_t at = static_cast<int64_t>(i + s) * kStep;
       for (int b = 0; b < kBlocks; ++b) {
-        const typename E::Operand x = E::widen(load<typename E::Raw>(keys[b] + at));
+        const typename E::Operand x = E::read(keys[b] + at);
         if constexpr (kFetch) prefetch(ahead[b] + at);
-        for (int r = 0; r < kRows; ++r) sum[r][b][s] = E::dot(sum[r][b][s], x, q + r * stride + (i + s) * E::kMult);
+        for (int r = 0; r < kRows; ++r) E::dot(sum[r][b][s], x, q + r * stride + (i + s) * E::kMult);
       }
     }
   for (int r = 0; r < kRows; ++r)
     for (int b = 0; b < kBlocks; ++b) {
-      f32x16 all = sum[r][b][0];
-      for (int s = 1; s < kSplit; ++s) all += sum[r][b][s];
-      store(scores + r * width + 16 * b, all * scale);
+      for (int s = 1; s < kSplit; ++s) add(sum[r][b][0], sum[r][b][s]);
+      scale(sum[r][b][0], by);
+      store_sums(scores + r * width + 16 * b, sum[r][b][0]);
     }
 }
 
@@ -98,30 +99,25 @@ void score_blocks(const uint8_t* const* keys, const uint8_t* const* ahead, const
                                         scores + done * width, width);
 }
 
+// The most rows at a time that fit: kRows, or half as many, and so on; of a few rows all.
+template <class E, bool kTwo, int kRows>
+int score_some(const uint8_t* k, const uint8_t* k2, const typename E::M* q, int64_t stride, int rows, int steps,
+               const uint8_t* ahead, float scale, float* scores, int64_t width) {
+  if (rows >= kRows) {
+    score_rows<E, kRows, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
+    return kRows;
+  }
+  if constexpr (kRows > 1)
+    return score_some<E, kTwo, kRows == 4 ? 3 : kRows == 3 ? 2 : kRows / 2>(k, k2, q, stride, rows, steps, ahead, scale,
+                                                                            scores, width);
+  return 0;
+}
+
 template <class E, bool kTwo>
 void score(const uint8_t* k, const uint8_t* k2, const typename E::M* q, int64_t stride, int rows, int steps,
            const uint8_t* ahead, float scale, float* scores, int64_t width) {
   while (rows > 0) {
-    int done;
-    if (kScoreRows >= 16 && rows >= 16) {
-      score_rows<E, kScoreRows, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
-      done = kScoreRows;
-    } else if (kScoreRows >= 8 && rows >= 8) {
-      score_rows<E, (kScoreRows >= 8 ? 8 : 1), kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
-      done = 8;
-    } else if (rows >= 4) {
-      score_rows<E, 4, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
-      done = 4;
-    } else if (rows == 3) {
-      score_rows<E, 3, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
-      done = 3;
-    } else if (rows == 2) {
-      score_rows<E, 2, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
-      done = 2;
-    } else {
-      score_rows<E, 1, kTwo>(k, k2, q, stride, steps, ahead, scale, scores, width);
-      done = 1;
-    }
+    const int done = score_some<E, kTwo, kScoreRows>(k, k2, q, stride, rows, steps, ahead, scale, scores, width);
     rows -= done;
     q += done * stride;
     scores += done * width;
@@ -138,34 +134,48 @@ struct Run {
   int64_t stride;  // bytes from step to step
 };
 
+// sum[r][j] += weights[r] . values of kPages pages from `page` on, step by step through all of them: lines of several
+// pages in turns come faster from memory than page after page.
+template <class E, int kRows, int kVectors, bool kHalf, bool kFetch, int kPages>
+KV_INLINE void mix_pages(const Run& run, int page, int64_t offset, const typename E::M* weights, int64_t weight_stride,
+                         Sums (&sum)[kRows][kVectors]) {
+  constexpr int kStep = 16 * E::kPair * E::kItem;
+  const int page_weights = run.steps * E::kMult;
+  const typename E::M* w = weights + page * page_weights;
+  const uint8_t *values[kPages], *ahead[kPages];
+  for (int b = 0; b < kPages; ++b) {
+    values[b] = run.values[page + b] + offset;
+    ahead[b] = run.ahead[page + b] + offset;
+  }
+  int64_t at = 0;
+  for (int step = 0; step < run.steps; ++step, at += run.stride, w += E::kMult)
+    for (int b = 0; b < kPages; ++b)
+      for (int j = 0; j < kVectors; ++j) {
+        typename E::Operand x;
+        if constexpr (kHalf)
+          x = E::read(values[b] + at, nullptr);
+        else
+          x = E::read(values[b] + at + j * kStep);
+        if constexpr (kFetch) prefetch(ahead[b] + at + j * kStep);
+        for (int r = 0; r < kRows; ++r) E::dot(sum[r][j], x, w + b * page_weights + r * weight_stride);
+      }
+}
+
 // out[r][16 * kVectors] += weights[r] . values. `weights`: multipliers, `weight_stride` from row to row.
 // kHalf: only 8 channels are there, and the upper half of the one vector gets nothing.
 template <class E, int kRows, int kVectors, bool kHalf, bool kFetch>
 void mix_rows(const Run& run, int64_t offset, const typename E::M* weights, int64_t weight_stride,
               float* out, int64_t out_stride) {
-  constexpr int kStep = 16 * E::kPair * E::kItem;
-  f32x16 sum[kRows][kVectors];
+  Sums sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < kVectors; ++j) sum[r][j] = load<f32x16>(out + r * out_stride + 16 * j);
-  const typename E::M* w = weights;
-  for (int page = 0; page < run.pages; ++page) {
-    const uint8_t* v = run.values[page] + offset;
-    const int64_t ahead = run.ahead[page] + offset - v;
-    for (int step = 0; step < run.steps; ++step, v += run.stride, w += E::kMult) {
-      for (int j = 0; j < kVectors; ++j) {
-        typename E::Raw raw;
-        if constexpr (kHalf)
-          raw = joined(load<typename E::RawHalf>(v), typename E::RawHalf{});
-        else
-          raw = load<typename E::Raw>(v + j * kStep);
-        if constexpr (kFetch) prefetch(v + ahead + j * kStep);
-        const typename E::Operand x = E::widen(raw);
-        for (int r = 0; r < kRows; ++r) sum[r][j] = E::dot(sum[r][j], x, w + r * weight_stride);
-      }
-    }
-  }
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = load_sums(out + r * out_stride + 16 * j);
+  int page = 0;
+  for (; page + kBlocks <= run.pages; page += kBlocks)
+    mix_pages<E, kRows, kVectors, kHalf, kFetch, kBlocks>(run, page, offset, weights, weight_stride, sum);
+  for (; page < run.pages; ++page)
+    mix_pages<E, kRows, kVectors, kHalf, kFetch, 1>(run, page, offset, weights, weight_stride, sum);
   for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < kVectors; ++j) store(out + r * out_stride + 16 * j, sum[r][j]);
+    for (int j = 0; j < kVectors; ++j) store_sums(out + r * out_stride + 16 * j, sum[r][j]);
 }
 
 template <class E, int kVectors, bool kHalf, bool kFetch>

@@ -8,6 +8,7 @@ namespace kvpager::KV_ISA {
 namespace {
 
 constexpr int64_t kWindow = 32;      // queries of SnapKV's observation window: ports.WINDOW
+constexpr int64_t kTogether = 256;   // pages whose masses one thread computes
 constexpr int64_t kSmall = 1 << 16;  // numbers, below which waking other threads costs more
 
 class Settle {
@@ -24,14 +25,10 @@ class Settle {
       each(a_.pages, a_.pages * rows_ * 4, 8, [this](int64_t page) { mass(page); });
       return;
     }
-    int64_t first = 0;
-    for (int64_t p = 0; p < a_.count; first += a_.parts[p++].pages) {
-      const SettlePart& part = a_.parts[p];
-      each((part.pages + 15) / 16, part.pages * rows_ * 4, 8, [&, this](int64_t block) {
-        const int64_t within = block * 16, left = part.pages - within;
-        masses_of_one(part, first + within, within, left < 16 ? left : 16);
-      });
-    }
+    each((a_.pages + kTogether - 1) / kTogether, a_.pages * rows_ * 4, 1, [this](int64_t i) {
+      const int64_t first = i * kTogether, left = a_.pages - first;
+      masses_of_one(first, first + (left < kTogether ? left : kTogether));
+    });
   }
 
  private:
@@ -118,7 +115,29 @@ class Settle {
     to[3 * a_.pages] = recent * mean;
   }
 
-  // Where there is one query: the masses of up to 16 pages, in the lanes.
+  // Where there is one query: the masses of pages `first` up to `last`, across the parts that have them.
+  void masses_of_one(int64_t first, int64_t last) {
+    int64_t begin = 0;  // of the part
+    for (int64_t p = 0; first < last; begin += a_.parts[p++].pages) {
+      const int64_t end = begin + a_.parts[p].pages < last ? begin + a_.parts[p].pages : last;
+      if (first < end) fetch(a_.parts[p], first, end, begin);
+      for (int64_t count; first < end; first += count) {
+        count = end - first < 16 ? end - first : 16;
+        masses_of_one(a_.parts[p], first, first - begin, count);
+      }
+    }
+  }
+
+  // All that the masses of these pages need: pages have passed through the caches since it was written.
+  void fetch(const SettlePart& part, int64_t first, int64_t last, int64_t begin) const {
+    for (int64_t i = first; i < last; i += 8) __builtin_prefetch(a_.heads + i);
+    for (int64_t i = first; i < last; i += 16) {
+      for (int64_t g = 0; g < a_.group; ++g) __builtin_prefetch(part.page_lse + g * part.pages + i - begin);
+      for (int kind = 0; kind < 4; ++kind) __builtin_prefetch(a_.masses + kind * a_.pages + i, 1);
+    }
+  }
+
+  // Of up to 16 pages, in the lanes.
   void masses_of_one(const SettlePart& part, int64_t first, int64_t within, int64_t count) {
     const float mean = 1.0f / static_cast<float>(a_.group);
     f32x16 peak = {}, total = {};

@@ -39,7 +39,7 @@ class Span {
 
   // q: packed queries of these rows, plain: as they came; row0: the first row's number among the head's G * T
   Span(const AttendArgs& args, const M* q, const float* plain, int64_t row0, int rows, const SpanResult& result)
-      : a_(args), l_(args.view.layout), q_(q), plain_(plain), row0_(row0), rows_(rows),
+      : a_(args), l_(args.view.layout), q_(q), plain_(plain), row0_(row0), rows_(rows), reach_(args.pages + args.after),
         direct_(kExpand && kHasCoded && rows <= kFewRows && l_.page_size >= 16 && l_.head_dim % 16 == 0), result_(result),
         scale_(args.scale * kLog2e), cap_(args.softcap * kLog2e),
         stride_(static_cast<int64_t>(l_.head_dim) / E::kPair * E::kMult), width_((l_.head_dim + 15) / 16 * 16),
@@ -55,6 +55,7 @@ class Span {
     const int per_chunk = kChunk / l_.page_size;
     for (int64_t page = first; page < last; page += per_chunk) {
       const int count = static_cast<int>(last - page < per_chunk ? last - page : per_chunk);
+      fetch_lists(page, per_chunk);
       scores(page, count);
       int r = 0;
       if constexpr (kManyRegisters)
@@ -115,15 +116,27 @@ class Span {
       of_values = !values;
     }
     const int64_t target = page + next;
-    if (next < 0 || target >= a_.pages || (of_values && next >= count)) return self;
+    if (next < 0 || target >= reach_ || (of_values && next >= count)) return self;
     return frame(target) + (of_values ? l_.values : 0);
   }
 
   // The scales of a page are wanted with its keys, and once more with its values, a chunk later at most.
   void fetch_scales(int64_t page) const {
-    if (!kExpand || page >= a_.pages) return;
+    if (!kExpand || page >= reach_) return;
     const uint8_t* at = frame(page);
     for (size_t i = l_.key_scales; i < l_.page_bytes; i += 64) prefetch(at + i);
+  }
+
+  // What says where pages lie and what they hold, for the chunk after the next; and, for one query, where this chunk's
+  // log-sum-exp go. All of it left the caches when the last layer's pages came.
+  void fetch_lists(int64_t page, int per_chunk) const {
+    for (int64_t i = page + 2 * per_chunk; i < page + 3 * per_chunk && i < reach_; i += 8) {
+      __builtin_prefetch(a_.frames + i);
+      __builtin_prefetch(a_.starts + i);
+      __builtin_prefetch(a_.counts + i);
+    }
+    if (!a_.page_lse || a_.tokens > 1) return;
+    for (int r = 0; r < rows_; ++r) __builtin_prefetch(a_.page_lse + (row0_ + r) * a_.pages + page, 1);
   }
 
   void scores(int64_t page, int count) {
@@ -292,24 +305,8 @@ class Span {
   // Writes the pages' log-sum-exp; returns the sum of all weights.
   float masses(int r, int64_t page, int count, const f32x16* weights, float safe) {
     alignas(64) float found[kMostPages];
-    float total = 0;
-    if (l_.page_size == 8) {  // lane i of a half: page 2 i, lane 8 + i: page 2 i + 1
-      for (int half = 0; half < 2; ++half) {
-        const f32x16 x = half_sums(weights + 8 * half);
-        total += sum_of(x);
-        store(found + 16 * half, __builtin_shufflevector(x, x, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
-      }
-      store(found + 16, page_lse(load<f32x16>(found + 16), splat(safe)));
-    } else {
-      f32x16 x = sums(weights);
-      total = sum_of(x);
-      if (l_.page_size == 32) {
-        x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-        x = __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
-      }
-      store(found, x);
-    }
-    store(found, page_lse(load<f32x16>(found), splat(safe)));
+    const float total = page_sums(weights, l_.page_size, found);
+    for (int i = 0; i < count; i += 16) store(found + i, page_lse(load<f32x16>(found + i), splat(safe)));
     if (a_.tokens == 1) {
       std::memcpy(a_.page_lse + (row0_ + r) * a_.pages + page, found, static_cast<size_t>(count) * sizeof(float));
       return total;
@@ -383,6 +380,7 @@ class Span {
   const float* plain_;
   const int64_t row0_;
   const int rows_;
+  const int64_t reach_;  // pages that may be fetched
   const bool direct_;
   const SpanResult result_;
   const float scale_, cap_;

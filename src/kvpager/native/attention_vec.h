@@ -65,6 +65,28 @@ KV_INLINE f32x16 sums(const f32x16* v) {
   return half_sums(a);
 }
 
+// Sums over each page's tokens, of 16 vectors of weights: 32 pages of 8 tokens, 16 of 16 or 8 of 32 (and 8 more numbers
+// of no meaning). Returns the sum over all.
+inline float page_sums(const f32x16* weights, int page_size, float* found) {
+  if (page_size == 8) {  // lane i of a half: page 2 i, lane 8 + i: page 2 i + 1
+    float total = 0;
+    for (int half = 0; half < 2; ++half) {
+      const f32x16 x = half_sums(weights + 8 * half);
+      total += sum_of(x);
+      store(found + 16 * half, __builtin_shufflevector(x, x, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+    }
+    return total;
+  }
+  f32x16 x = sums(weights);
+  const float total = sum_of(x);
+  if (page_size == 32) {
+    x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    x = __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
+  }
+  store(found, x);
+  return total;
+}
+
 // Lane i of the result is the greatest number of v[i], for 16 vectors.
 KV_INLINE f32x16 maxes(const f32x16* v) {
   f32x16 a[8], b[4], c[2];
@@ -148,21 +170,29 @@ KV_INLINE u16x16 joined(u16x8 a, u16x8 b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
-// float16 by its bits; NaN stays NaN
-KV_INLINE f32x16 widen_f16(u16x16 half) {
+// float16 by its bits; NaN stays NaN. F, U and H: as many floats, numbers of 32 bits and of 16 bits.
+template <class F, class U, class H>
+KV_INLINE F widen_f16(H half) {
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)half);
+  if constexpr (sizeof(F) == 64) return (F)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)half);
 #elif defined(__F16C__)
-  const __m256i bits = (__m256i)half;
-  return joined((f32x8)_mm256_cvtph_ps(_mm256_castsi256_si128(bits)),
-                (f32x8)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1)));
-#else
-  const u32x16 bits = __builtin_convertvector(half, u32x16);
-  const u32x16 size = (bits & 0x7FFFu) << 13;
+  if constexpr (sizeof(F) == 32) return (F)_mm256_cvtph_ps((__m128i)half);
+#endif
+  const U bits = __builtin_convertvector(half, U);
+  const U size = (bits & 0x7FFFu) << 13;
   // the exponent's bias is 112 less; numbers below the smallest normal one come out right by the multiplication
-  const f32x16 scaled = (f32x16)size * 5.192296858534828e33f;
-  const u32x16 plain = size >= 0x0F800000u ? size | 0x7F800000u : (u32x16)scaled;
-  return (f32x16)(plain | ((bits & 0x8000u) << 16));
+  const F scaled = (F)size * 5.192296858534828e33f;
+  const U plain = size >= 0x0F800000u ? size | 0x7F800000u : (U)scaled;
+  return (F)(plain | ((bits & 0x8000u) << 16));
+}
+
+KV_INLINE f32x16 widen_f16(u16x16 half) {
+#if defined(__F16C__) && !defined(__AVX512F__)
+  const u16x8 low = __builtin_shufflevector(half, half, 0, 1, 2, 3, 4, 5, 6, 7);
+  const u16x8 high = __builtin_shufflevector(half, half, 8, 9, 10, 11, 12, 13, 14, 15);
+  return joined(widen_f16<f32x8, u32x8>(low), widen_f16<f32x8, u32x8>(high));
+#else
+  return widen_f16<f32x16, u32x16>(half);
 #endif
 }
 

@@ -154,7 +154,7 @@ class TileRun {
       }
       const SettlePart& part = parts_[group.part];
       calls.push_back({layer_->view, frames, pages.heads.data() + group.first, pages.starts.data() + group.first,
-                       pages.counts.data() + group.first, group.count, tiles_->kv_heads(), group_, tile_->tokens,
+                       pages.counts.data() + group.first, group.count, 0, tiles_->kv_heads(), group_, tile_->tokens,
                        queries_, tile_->start, tiles_->window(), layer_->scale, layer_->softcap,
                        const_cast<float*>(part.output), const_cast<float*>(part.lse),
                        const_cast<float*>(part.page_lse)});
@@ -164,10 +164,17 @@ class TileRun {
     // when each thread has had as many as the others is cut into units again.
     const size_t workers = static_cast<size_t>(std::max(threads(), 1));
     const size_t together = workers > 1 && calls.size() >= 2 * workers ? calls.size() / workers * workers : 0;
+    // Several to a thread, one after the other: what one fetches ahead is the next one's.
+    const size_t run = std::max<size_t>(together / (4 * workers), 1);
+    for (size_t i = 1; i < calls.size(); ++i)
+      if (calls[i].frames == calls[i - 1].frames + calls[i - 1].pages && (i % run != 0 || i >= together))
+        calls[i - 1].after = calls[i].pages;
     std::atomic<bool> room{true};
     if (together > 0)
-      parallel(static_cast<int64_t>(together), [&](int64_t i, int) {
-        if (!attention().attend(calls[static_cast<size_t>(i)])) room = false;
+      parallel(static_cast<int64_t>((together + run - 1) / run), [&](int64_t r, int) {
+        const size_t first = static_cast<size_t>(r) * run;
+        for (size_t i = first; i < std::min(first + run, together); ++i)
+          if (!attention().attend(calls[i])) room = false;
       });
     for (size_t i = together; i < calls.size(); ++i)
       if (!attention().attend(calls[i])) room = false;

@@ -156,7 +156,7 @@ void attend(Frames& frames, nb::handle page_frames, nb::handle heads, nb::handle
   const int64_t group = query_heads / kv_heads;
   Array<float> out(output, "output", {query_heads, tokens, dim_of(frames)});
   Array<float> sums(lse, "lse", {query_heads, tokens});
-  AttendArgs args{frames.view(), at.data(), of_head.data(), begin.data(), written.data(), pages, kv_heads, group, tokens,
+  AttendArgs args{frames.view(), at.data(), of_head.data(), begin.data(), written.data(), pages, 0, kv_heads, group, tokens,
                   q.data(), start, window, static_cast<float>(scale), static_cast<float>(softcap), out.data(),
                   sums.data(), nullptr};
   const auto run = [&args] {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "linear.h"
-#include "vec.h"
+#include "parts.h"
 
 namespace kvpager::KV_ISA {
 namespace {
@@ -22,39 +22,38 @@ constexpr int64_t kRun = 16;  // pairs of a row that lie together
 
 constexpr int64_t kAhead = 8192;  // bytes of weights asked for ahead of their use: 2048 was measured slower for one row
 
-typedef int8_t i8x32 __attribute__((vector_size(32)));
-typedef int16_t i16x32 __attribute__((vector_size(64)));
+typedef int8_t CodesPart __attribute__((vector_size(2 * kWide)));
+typedef int16_t PairsPart __attribute__((vector_size(4 * kWide)));
 
 // a b + c rounded once, where the instruction set can: whether the compiler contracts a product and a sum may differ
 // from one instance of a template to the next, and rows must not differ with their number.
+KV_INLINE FloatPart fused(FloatPart a, FloatPart b, FloatPart c) {
 #if defined(__AVX512F__)
-KV_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
-  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-}
+  return (FloatPart)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
-struct HalfFloats {
-  __m256 low, high;
-};
-KV_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
-  const auto x = __builtin_bit_cast(HalfFloats, a), y = __builtin_bit_cast(HalfFloats, b);
-  const auto z = __builtin_bit_cast(HalfFloats, c);
-  return __builtin_bit_cast(f32x16, HalfFloats{_mm256_fmadd_ps(x.low, y.low, z.low),
-                                               _mm256_fmadd_ps(x.high, y.high, z.high)});
-}
+  return (FloatPart)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-KV_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) { return fma(a, b, c); }
+  return a * b + c;
+#endif
+}
+#if !defined(__AVX512F__)
+KV_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
+  auto x = __builtin_bit_cast(Sums, a), y = __builtin_bit_cast(Sums, b), z = __builtin_bit_cast(Sums, c);
+  for (int p = 0; p < kParts; ++p) z.part[p] = fused(x.part[p], y.part[p], z.part[p]);
+  return __builtin_bit_cast(f32x16, z);
+}
 #endif
 
 #if defined(__AVX512BF16__)
 struct Bfloat {
   using Pair = uint32_t;  // two bfloat16, the first one low
-  using Sum = f32x16;
-  using Steps = i32x16;
+  using Sum = FloatPart;
+  using Steps = WholePart;
   static constexpr int64_t kBlockBytes = 64;
-  static KV_INLINE Steps read(const uint8_t* w) { return load<i32x16>(w); }
-  static KV_INLINE i32x16 spread(Pair x) { return i32x16{} + static_cast<int32_t>(x); }
-  static KV_INLINE Sum dot(Sum sum, Steps w, i32x16 x) {
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+  static KV_INLINE Steps read(const uint8_t* w) { return load<Steps>(w); }
+  static KV_INLINE WholePart spread(Pair x) { return WholePart{} + static_cast<int32_t>(x); }
+  static KV_INLINE Sum dot(Sum sum, Steps w, WholePart x) {
+    return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
   }
   // Lays out a run of pairs, of which `count` inputs are there.
   static KV_INLINE void lay_out(const uint16_t* x, int64_t count, Pair* to) {
@@ -71,18 +70,18 @@ struct Bfloat {
   struct Pair {
     float first, second;
   };
-  using Sum = f32x16;
+  using Sum = FloatPart;
   struct Steps {
-    f32x16 first, second;
+    Sum first, second;
   };
   static constexpr int64_t kBlockBytes = 64;
   static KV_INLINE Steps read(const uint8_t* w) {
-    const u32x16 both = load<u32x16>(w);
-    return {(f32x16)(both << 16), (f32x16)(both & 0xFFFF0000u)};
+    const BitsPart both = load<BitsPart>(w);
+    return {(Sum)(both << 16), (Sum)(both & 0xFFFF0000u)};
   }
   static KV_INLINE Pair spread(Pair x) { return x; }
   static KV_INLINE Sum dot(Sum sum, const Steps& w, Pair x) {
-    return fused(w.second, splat(x.second), fused(w.first, splat(x.first), sum));
+    return fused(w.second, x.second - Sum{}, fused(w.first, x.first - Sum{}, sum));
   }
   static KV_INLINE void lay_out(const uint16_t* x, int64_t count, Pair* to) {
     uint16_t bits[2 * kRun] = {};
@@ -96,40 +95,29 @@ struct Bfloat {
 // (512 * 127 * 32767 < 2^31), so only the weights' rounding matters.
 struct Int8 {
   using Pair = uint32_t;  // two int16, the first one low
-  using Sum = i32x16;
-  using Steps = i16x32;
+  using Sum = WholePart;
+  using Steps = PairsPart;
   static constexpr int64_t kBlockBytes = 32;
-  static KV_INLINE i32x16 spread(Pair x) { return i32x16{} + static_cast<int32_t>(x); }
-#if defined(__AVX512BW__)
+  static KV_INLINE WholePart spread(Pair x) { return WholePart{} + static_cast<int32_t>(x); }
   static KV_INLINE Steps read(const uint8_t* w) {
-    return (i16x32)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
-  }
+#if defined(__AVX512BW__)
+    return (Steps)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
 #else
-  static KV_INLINE Steps read(const uint8_t* w) { return __builtin_convertvector(load<i8x32>(w), i16x32); }
+    return __builtin_convertvector(load<CodesPart>(w), Steps);
 #endif
+  }
+  static KV_INLINE Sum dot(Sum sum, Steps w, WholePart x) {
 #if defined(__AVX512VNNI__)
-  static KV_INLINE Sum dot(Sum sum, Steps w, i32x16 x) {
-    return (i32x16)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-  }
+    return (Sum)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #elif defined(__AVX512BW__)
-  static KV_INLINE Sum dot(Sum sum, Steps w, i32x16 x) {
-    return sum + (i32x16)_mm512_madd_epi16((__m512i)w, (__m512i)x);
-  }
+    return sum + (Sum)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif defined(__AVX2__)
-  struct Halves {
-    __m256i low, high;
-  };
-  static KV_INLINE Sum dot(Sum sum, Steps w, i32x16 x) {
-    const Halves a = __builtin_bit_cast(Halves, w), b = __builtin_bit_cast(Halves, x);
-    const Halves products{_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)};
-    return sum + __builtin_bit_cast(i32x16, products);
-  }
+    return sum + (Sum)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 #else
-  static KV_INLINE Sum dot(Sum sum, Steps w, i32x16 x) {
-    const i32x16 both = (i32x16)w;
+    const Sum both = (Sum)w;
     return sum + ((both << 16) >> 16) * ((x << 16) >> 16) + (both >> 16) * (x >> 16);
-  }
 #endif
+  }
 };
 
 // Adds the products of `steps` pairs to sums[M][32] (from zero where `first`); w is a group's weights from the pair
@@ -137,37 +125,42 @@ struct Int8 {
 template <class Kind, int M>
 void tile(const uint8_t* w, const typename Kind::Pair* x, int64_t steps, float* sums, bool first,
           const float* scales) {
-  constexpr bool whole = sizeof(typename Kind::Steps) == sizeof(i16x32) && Kind::kBlockBytes == 32;
-  typename Kind::Sum sum[M][2];
+  constexpr bool whole = Kind::kBlockBytes == 32;
+  constexpr int64_t kPartBytes = Kind::kBlockBytes / kParts;
+  constexpr int kTogether = kParts == 1 ? 2 : 1;  // parts of the weights that are held at a time, beside the sums
+  typename Kind::Sum sum[M][2 * kParts];
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
-    for (int b = 0; b < 2; ++b) {
-      sum[m][b] = typename Kind::Sum{};
+    for (int p = 0; p < 2 * kParts; ++p) {
+      sum[m][p] = typename Kind::Sum{};
       if constexpr (!whole)
-        if (!first) sum[m][b] = load<f32x16>(sums + m * kGroup + b * kLanes);
+        if (!first) sum[m][p] = load<FloatPart>(sums + m * kGroup + p * kWide);
     }
   for (int64_t left = steps; left > 0; left -= kRun, x += M * kRun) {
     const int64_t run = left < kRun ? left : kRun;
     for (int64_t s = 0; s < run; ++s, w += 2 * Kind::kBlockBytes) {
       for (int64_t line = 0; line < 2 * Kind::kBlockBytes; line += 64) __builtin_prefetch(w + kAhead + line);
-      const auto w0 = Kind::read(w), w1 = Kind::read(w + Kind::kBlockBytes);
+#pragma GCC unroll 8
+      for (int p = 0; p < 2 * kParts; p += kTogether) {
+        typename Kind::Steps part[kTogether];
+        for (int t = 0; t < kTogether; ++t) part[t] = Kind::read(w + (p + t) * kPartBytes);
 #pragma GCC unroll 12
-      for (int m = 0; m < M; ++m) {
-        const auto both = Kind::spread(x[m * kRun + s]);
-        sum[m][0] = Kind::dot(sum[m][0], w0, both);
-        sum[m][1] = Kind::dot(sum[m][1], w1, both);
+        for (int m = 0; m < M; ++m) {
+          const auto both = Kind::spread(x[m * kRun + s]);
+          for (int t = 0; t < kTogether; ++t) sum[m][p + t] = Kind::dot(sum[m][p + t], part[t], both);
+        }
       }
     }
   }
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
-    for (int b = 0; b < 2; ++b) {
-      float* to = sums + m * kGroup + b * kLanes;
+    for (int p = 0; p < 2 * kParts; ++p) {
+      float* to = sums + m * kGroup + p * kWide;
       if constexpr (whole) {
-        const f32x16 before = first ? f32x16{} : load<f32x16>(to);
-        store(to, fused(__builtin_convertvector(sum[m][b], f32x16), splat(scales[m]), before));
+        const FloatPart before = first ? FloatPart{} : load<FloatPart>(to);
+        store(to, fused(__builtin_convertvector(sum[m][p], FloatPart), scales[m] - FloatPart{}, before));
       } else {
-        store(to, sum[m][b]);
+        store(to, sum[m][p]);
       }
     }
 }

@@ -33,7 +33,7 @@ KV_INLINE void store(void* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-KV_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+KV_INLINE f32x16 splat(float x) { return x - f32x16{}; }  // costs nothing: x - 0 is x, while 0 + x may not be
 
 // bfloat16 by its bits
 KV_INLINE float bf16_to_float(uint16_t bits) {
