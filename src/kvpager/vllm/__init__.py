@@ -15,7 +15,7 @@ request ends or is preempted, and is given up then, before vLLM may fill it anew
 
 Loading goes on beside the steps of other requests, in a thread, into blocks that vLLM holds for that and makes
 findable for others only when they are whole. (vLLM can also load within a step, layer by layer. But a block that fails
-then is findable before it has been computed again, so that another request could read what is not there.) Each block
+then is findable before it has been computed again, and another request reads what is not there.) Each block
 is read and checked as a whole before anything of it is copied. Those that are missing or damaged are reported,
 with all that follow, and vLLM computes them.
 

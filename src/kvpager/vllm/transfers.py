@@ -17,7 +17,7 @@ __all__ = ["Transfers"]
 
 _log = logging.getLogger("kvpager.vllm")
 _AT_ONCE = 4  # blocks a read
-_SHARE = 0.05  # of a processor, for writing while answers are computed: each step waits for all processors
+_SHARE = 0.02  # of a processor, for writing while answers are computed: each step waits for all processors
 _LOOK_S = 1.0  # the store is asked for its sizes no more often
 _IDLE_S = 0.01  # a step that computes nothing waits so long for what is being loaded
 
