@@ -35,6 +35,12 @@ def test_without_an_engine_there_is_the_state_alone() -> None:
     assert "kvpager_requests_running" not in found
 
 
+def test_the_processs_memory_is_told() -> None:
+    held = rss_bytes()
+    assert 2**20 < held < 2**40
+    assert rss_bytes(Path("/nowhere")) == 0
+
+
 def test_each_tier_of_a_store_is_told_and_each_of_its_failures() -> None:
     local = StoreStats(hits=3, bytes=100, errors={"large": 1})
     shared = StoreStats(state="timeout", hits=2, stored_bytes=7, errors={"timeout": 4, "auth": 1, "fenced": 2})
@@ -52,12 +58,6 @@ def test_each_tier_of_a_store_is_told_and_each_of_its_failures() -> None:
     assert found["kvpager_store_up",] == 0
     for name, values in {"up": (1, 0), "hits_total": (3, 2), "bytes": (100, 0), "errors_total": (1, 7)}.items():
         assert tuple(found[f"kvpager_store_tier_{name}", tier] for tier in ("local", "shared")) == values
-
-
-def test_the_processs_memory_is_told() -> None:
-    held = rss_bytes()
-    assert 2**20 < held < 2**40
-    assert rss_bytes(Path("/nowhere")) == 0
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from kvpager.server.streaming import all_or_none, merged
 
 __all__ = ["Client", "Position", "Reply", "Returning", "idempotency_key"]
 
-MOST_CHARACTERS = 255
 GONE = "Nothing is known of this Idempotency-Key any more. Without Last-Event-ID it begins anew."
+MOST_CHARACTERS = 255
 _POSITION = re.compile(r"[0-9]{1,9}\.?(,[0-9]{1,9}\.?)*")
 
 
