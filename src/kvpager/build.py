@@ -101,9 +101,10 @@ class StoreOptions:
         if self.path is None and self.url is None:
             raise ConfigError("store: there is neither the path of a file nor the URL of a Redis")
         if self.path is not None:
+            stores.require_path(self.path)
             place = Path(self.path).expanduser()
-            if not self.path or "://" in self.path or (place.exists() and not place.is_file()):
-                raise ConfigError(f"store: {_without_login(self.path)!r} is not the path of a file")
+            if not self.path or (place.exists() and not place.is_file()):
+                raise ConfigError(f"store: {self.path!r} is not the path of a file")
             above = next((folder for folder in place.parents if folder.exists()), None)
             if above is not None and not above.is_dir():
                 raise ConfigError(f"store: {self.path!r} can't be made, since {above} is a file and no folder")
@@ -136,12 +137,6 @@ class StoreOptions:
     def publishing(self) -> stores.Publishing:
         """What goes to a Redis."""
         return stores.Publishing(self.publish, self.publish_hits)
-
-
-def _without_login(place: str) -> str:
-    """A place without what stands before its address: it may be a password."""
-    scheme, colon, rest = place.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if colon else place
 
 
 def _make_folder(path: Path) -> None:

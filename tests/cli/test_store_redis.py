@@ -72,6 +72,8 @@ def test_prune_by_tenant_use_and_size(url: str, capsys: pytest.CaptureFixture[st
     assert told(capsys, "prune", url, "--unused", "1")["forgotten"] == 0
     assert told(capsys, "prune", url, "--tenant", TENANT.hex())["forgotten"] == 5
     assert told(capsys, "prune", url, "--limit", "32KiB")["blocks"] == 4
+    assert main(["store", "prune", url, "--limit", "32KiB"]) == 0
+    assert "on disk" not in capsys.readouterr().out
     assert told(capsys, "prune", url, "--unused", "0")["blocks"] == 0
 
 
@@ -99,3 +101,16 @@ def test_a_redis_that_is_not_there_is_told_without_its_password(capsys: pytest.C
     told = capsys.readouterr()
     assert "redis://127.0.0.1:1" in told.err
     assert "s3cret" not in told.out + told.err
+
+
+@pytest.mark.parametrize("place", ["http://u:s3cret@h", "redis:/u:s3cret@h", "redis://u:1?s3cret@h"])
+@pytest.mark.parametrize("task", [["stats"], ["import"]])
+def test_what_is_no_store_is_refused_without_being_shown(
+    place: str, task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    archive = tmp_path / "blocks.kvpa"
+    archive.touch()
+    assert main(["store", *task, place, *([str(archive)] if task == ["import"] else [])]) == 2
+    assert "s3cret" not in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [archive]  # no file of that name was made

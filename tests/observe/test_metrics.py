@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpager.engine.outputs import EngineStats
 from kvpager.observe import Snapshot, render
 from kvpager.observe.process import memory_limit_bytes, rss_bytes
-from kvpager.stats import Histogram
+from kvpager.stats import Histogram, StoreStats
+from tests.engine.fake import NOTHING
 
 
 def test_a_histogram_counts_each_value_once_below_the_bound_that_it_reaches() -> None:
@@ -56,6 +58,25 @@ def test_the_processs_memory_is_told() -> None:
     held = rss_bytes()
     assert 2**20 < held < 2**40
     assert rss_bytes(Path("/nowhere")) == 0
+
+
+def test_each_tier_of_a_store_is_told_and_each_of_its_failures() -> None:
+    local = StoreStats(hits=3, bytes=100, errors={"large": 1})
+    shared = StoreStats(state="timeout", hits=2, stored_bytes=7, errors={"timeout": 4, "auth": 1, "fenced": 2})
+    errors = {**local.errors, **shared.errors}
+    both = StoreStats(state="timeout", hits=5, errors=errors, tiers={"local": local, "shared": shared})
+    stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, pager=NOTHING, store=both)
+    text = render(Snapshot("ready", "1", "m", stats=stats)).decode()
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert sum(value for (name, *_), value in found.items() if name == "kvpager_store_errors_total") == 8
+    assert found["kvpager_store_errors_total", "timeout"] == 4
+    assert found["kvpager_store_up",] == 0
+    for name, values in {"up": (1, 0), "hits_total": (3, 2), "bytes": (100, 0), "errors_total": (1, 7)}.items():
+        assert tuple(found[f"kvpager_store_tier_{name}", tier] for tier in ("local", "shared")) == values
 
 
 @pytest.mark.parametrize(

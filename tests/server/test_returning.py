@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpager.server.errors import ApiError
 from kvpager.server.limits import Limits
-from kvpager.server.returning import Position
+from kvpager.server.returning import Position, Reply
 from tests.server.comers import Comer
 from tests.server.harness import SECONDS, LiveServer, error_of, fake_server
 from tests.small_llm import tokenizer
@@ -110,6 +112,38 @@ def test_nobody_comes_back_in_time(ended: bool) -> None:
         assert comer.read(server).text() == WORDS
 
 
+def test_an_answer_is_kept_from_its_end_on_not_from_when_its_reader_left() -> None:
+    with forced(resume_seconds=3600) as server:
+        server.engine.gate.let(4)
+        Comer(TEXT, body(TEXT), "mine").read(server, 2)
+        (reply,) = server.service.returning._replies.values()
+        server.until(lambda: reply.timer is not None)
+        leaving = reply.timer
+        assert leaving is not None
+        server.engine.gate.set()
+        server.until(lambda: reply.ended and reply.timer is not leaving)
+        assert leaving.cancelled()
+
+
+def test_who_comes_when_the_beginning_is_gone_hears_it(server: LiveServer) -> None:
+    async def read() -> None:
+        reply = Reply("", "", 0, base=3, kept=False)
+        async for _ in server.service.returning.read(reply):
+            pass
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read())
+    assert (caught.value.status_code, caught.value.code) == (410, "stream_gone")
+
+
+@pytest.mark.parametrize("had", ["999999999", "999999999."])
+def test_who_says_to_have_had_more_than_there_is_hears_it(server: LiveServer, had: str) -> None:
+    key = fresh()
+    Comer(TEXT, body(TEXT), key).read(server)
+    comer = Comer(TEXT, body(TEXT), key, last=had).read(server)
+    assert (comer.comments, comer.chunks, comer.done) == (["invalid_value"], [], False)
+
+
 def test_a_whole_answer_is_given_again_as_it_was() -> None:
     with forced() as server:
         answers = [server.post(TEXT, body(TEXT, n=2), headers={"Idempotency-Key": "a"}).json() for _ in range(2)]
@@ -138,6 +172,11 @@ def test_headers_that_say_nothing_are_refused(server: LiveServer, sent: dict[str
     answer = server.post(TEXT, body(TEXT, stream=True), headers=headers)
     assert answer.status_code == status
     assert error_of(answer)["param"] in ("Idempotency-Key", "Last-Event-ID")
+
+
+def test_an_event_id_says_nothing_without_a_key(server: LiveServer) -> None:
+    answer = server.post(TEXT, body(TEXT, stream=True), headers={"Last-Event-ID": "1"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "Last-Event-ID")
 
 
 def test_a_key_belongs_to_its_tenant() -> None:

@@ -38,6 +38,10 @@ def test_user_and_password_come_from_the_environment() -> None:
     "url",
     [
         "http://u:secret@h",
+        "redis:/u:secret@h",
+        "redis://u:1/secret@h",
+        "redis://u:1?secret@h",
+        "redis://u:1/2?secret@h",
         "redis://u:secret@",
         "redis://u:secret@h:0",
         "redis://u:secret@h:70000",

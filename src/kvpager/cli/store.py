@@ -39,7 +39,8 @@ examples:
   kvpager store import ~/other/store.db blocks.kvpa
   kvpager store stats redis://127.0.0.1:6379
 
-All of them may run beside a server that uses the store.
+All of them may run beside a server that uses the store. The password of a Redis rather stands in
+KVPAGER_REDIS_PASSWORD than in its URL: others can see a program's options.
 """
 
 
@@ -119,13 +120,14 @@ def _named(tenant: bytes) -> str:
 @contextmanager
 def opened(path: str, limit: int = UNBOUNDED, *, new: bool = False) -> Iterator[SqliteStore | RedisDesk]:
     """The store in a file, which is left as it is where it is damaged, or in a Redis. Raises InputError for none."""
-    from kvpager.stores import RedisDesk, SqliteStore, is_redis_url
+    from kvpager.stores import RedisDesk, SqliteStore, is_redis_url, require_path
 
     if is_redis_url(path):
         with closing(RedisDesk(path, limit_bytes=limit)) as desk:
             desk.open()
             yield desk
         return
+    require_path(path)
     place = Path(path).expanduser()
     if not new and not place.is_file():
         raise InputError(f"store: there is none at {place}")
@@ -178,13 +180,18 @@ def stats(args: argparse.Namespace) -> int:
     more = "" if figures["overhead"] is None else f", without the reserve {figures['overhead']:.1%} more than its pages"
     emit(
         f"{store.path}: {sizes.blocks} blocks and {sizes.records} sessions, {_mib(sizes.payload_bytes)} MiB of pages; "
-        f"{_mib(sizes.bytes)} MiB {'on disk' if files else 'held'}"
+        f"{_mib(sizes.bytes)} MiB {_held(store)}"
         + (f", {_mib(reserve)} MiB of them kept free for a full disk (the reserve)" if reserve else "")
         + f"{more}\n"
         + "".join(f"  {name}  {_mib(nbytes)} MiB\n" for name, nbytes in files.items())
         + (f"\n{aligned(rows)}" if tenants else "")
     )
     return 0
+
+
+def _held(store: SqliteStore | RedisDesk) -> str:
+    """How it holds what it holds: a Redis's path is a text, its URL."""
+    return "held" if isinstance(store.path, str) else "on disk"
 
 
 def _mib(nbytes: int) -> str:
@@ -255,7 +262,7 @@ def prune(args: argparse.Namespace) -> int:
     else:
         emit(
             f"{count} blocks and sessions forgotten; {after.blocks} blocks and {after.records} sessions are left, "
-            f"{_mib(after.bytes)} MiB on disk ({_mib(before)} before)"
+            f"{_mib(after.bytes)} MiB {_held(store)} ({_mib(before)} before)"
         )
     return 0
 
@@ -288,6 +295,6 @@ def take(args: argparse.Namespace) -> int:
     else:
         emit(
             f"{moved.blocks} blocks and {moved.records} sessions stored, {moved.left_out} left out (there already, or "
-            f"no room); {sizes.blocks} blocks are held, {_mib(sizes.bytes)} MiB on disk"
+            f"no room); {sizes.blocks} blocks are there, {_mib(sizes.bytes)} MiB {_held(store)}"
         )
     return 0

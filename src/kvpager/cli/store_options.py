@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from kvpager.build import PagerOptions, StoreOptions, require_storable, require_store
 from kvpager.cli.options import number, size, whole
 from kvpager.errors import ConfigError
-from kvpager.stores import COMPRESSIONS, LEAST_LIMIT_BYTES, PUBLISHING, SYNCHRONOUS
+from kvpager.stores import COMPRESSIONS, LEAST_LIMIT_BYTES, PASSWORD, PUBLISHING, SYNCHRONOUS
 
 __all__ = ["add_store_options", "refuse_store_options", "store_options"]
 
@@ -24,6 +25,8 @@ FIELDS = {
     "timeout_s": "timeout",
 }
 """Fields of StoreOptions, and the options that say them: ``--store-`` and this."""
+OF_FILE = ("limit", "tenant_limit", "synchronous")
+OF_REDIS = ("publish", "publish_hits", "shared_limit", "ttl_s", "timeout_s")
 
 
 def add_store_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +38,8 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="a file that keeps what was computed, so that it is there again after a restart, or a Redis that nodes "
         "share (redis://, rediss://, redis+sentinel://, redis+cluster://), or both, given twice; the pages of prompts "
-        "and answers are written there (default: none)",
+        "and answers are written there (default: none). Others can see a program's options: a password rather stands "
+        f"in {PASSWORD}",
     )
     group.add_argument(
         "--store-limit",
@@ -103,9 +107,14 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 def refuse_store_options(args: argparse.Namespace, why: str) -> None:
     """Raise ConfigError, which says why, where anything was said about a store; "none" says nothing."""
-    names = [f"--store-{FIELDS[field].replace('_', '-')}" for field in _given(args)]
-    if _places(args):
-        names.insert(0, "--store")
+    _refuse(["--store"] * bool(_places(args)) + _names(_given(args)), why)
+
+
+def _names(fields: Iterable[str]) -> list[str]:
+    return [f"--store-{FIELDS[field].replace('_', '-')}" for field in fields]
+
+
+def _refuse(names: list[str], why: str) -> None:
     if names:
         raise ConfigError(f"store: {', '.join(names)} {'is' if len(names) == 1 else 'are'} {why}")
 
@@ -120,6 +129,10 @@ def store_options(args: argparse.Namespace, paging: PagerOptions) -> StoreOption
         refuse_store_options(args, "of no use without --store PATH or URL: nothing is stored")
         return None
     options = StoreOptions.at(places, **given)
+    if options.path is None:
+        _refuse(_names(field for field in given if field in OF_FILE), "of no use without a file: --store PATH")
+    if options.url is None:
+        _refuse(_names(field for field in given if field in OF_REDIS), "of no use without a Redis: --store URL")
     require_storable(paging)
     require_store(options)
     return options

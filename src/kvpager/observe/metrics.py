@@ -6,7 +6,7 @@ Names follow Prometheus's conventions (base units, `_total`); no label has more 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,21 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("loading", "standby", "ready", "draining", "stopped", "failed")
 ROLES = ("standby", "taking over", "primary", "stepping down")
 REASONS = ("stop", "length", "abort", "deadline", "error")
-STORE_ERRORS = ("full", "locked", "io", "lost", "foreign", "newer", "readonly", "slow", "damaged")
+STORE_ERRORS = (
+    "full",
+    "locked",
+    "io",
+    "lost",
+    "foreign",
+    "newer",
+    "readonly",
+    "slow",
+    "damaged",
+    "large",
+    "timeout",
+    "auth",
+    "fenced",
+)
 
 
 @dataclass(frozen=True)
@@ -219,7 +233,7 @@ def _memory(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _store(store: StoreStats, stats: EngineStats) -> Iterator[Metric]:
-    yield _gauge("kvpager_store_up", "1 while the store is in use, 0 while it is not.", float(store.state == "ok"))
+    yield _gauge("kvpager_store_up", "1 while the store is in use, 0 while it is not.", _up(store))
     yield _gauge("kvpager_store_blocks", "Blocks in the store.", store.blocks)
     yield _gauge("kvpager_store_records", "Sessions in the store.", store.records)
     yield _gauge("kvpager_store_bytes", "What the store takes on disk, all included.", store.bytes)
@@ -238,6 +252,23 @@ def _store(store: StoreStats, stats: EngineStats) -> Iterator[Metric]:
     errors = [({"cause": cause}, float(store.errors.get(cause, 0))) for cause in STORE_ERRORS]
     yield _values("counter", "kvpager_store_errors", "Failures of the store, by cause.", errors)
     yield _counter("kvpager_store_lost", "Blocks that the store had and could not give.", stats.pager.store_lost)
+    yield from _tiers(store.tiers)
+
+
+def _tiers(tiers: Mapping[str, StoreStats]) -> Iterator[Metric]:
+    def each(kind: str, name: str, text: str, value: Callable[[StoreStats], float]) -> Metric:
+        return _values(kind, name, text, [({"tier": tier}, float(value(one))) for tier, one in tiers.items()])
+
+    yield each("gauge", "kvpager_store_tier_up", "1 while this tier is in use, 0 while it is not.", _up)
+    yield each("gauge", "kvpager_store_tier_bytes", "What this tier holds.", lambda one: one.bytes)
+    yield each("counter", "kvpager_store_tier_hits", "Blocks asked for in this tier, and there.", lambda one: one.hits)
+    yield each("counter", "kvpager_store_tier_misses", "Blocks asked for, and not there.", lambda one: one.misses)
+    yield each("counter", "kvpager_store_tier_written_bytes", "Of pages, written.", lambda one: one.stored_bytes)
+    yield each("counter", "kvpager_store_tier_errors", "Failures.", lambda one: sum(one.errors.values()))
+
+
+def _up(store: StoreStats) -> float:
+    return float(store.state == "ok")
 
 
 def _latencies(found: EngineLatencies) -> Iterator[Metric]:

@@ -37,6 +37,9 @@ from kvpager.server.streaming import DONE, ClientGone, EventStream, all_or_none,
 
 __all__ = ["chat", "complete"]
 
+KEYLESS = "Last-Event-ID: the request that it goes on with is named by its Idempotency-Key, which is missing"
+BEYOND = "Last-Event-ID: the answer has fewer tokens than that"
+
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer /v1/chat/completions."""
@@ -117,6 +120,8 @@ class Job:
         self.totals.shown = self.written
         try:
             key = idempotency_key(self.request.headers.get("idempotency-key"))
+            if key is None and "last-event-id" in self.request.headers:
+                raise ApiError(400, KEYLESS, param="Last-Event-ID", code="invalid_value")
             if key is not None:
                 self.reply = await unless_gone(self.request.receive, self._joined(key))
             return (
@@ -270,6 +275,8 @@ class Job:
                         told = chat_chunk(choice, output, logprobs[choice], first=first)
                     else:
                         told = completion_chunk(choice, output, logprobs[choice], self._echo(choice) if first else None)
+                    if self.had is not None and self.had.passes(position, choice):
+                        raise ApiError(400, BEYOND, param="Last-Event-ID", code="invalid_value")
                     if self.had is not None and self.had.covers(position, choice):
                         continue  # the client had it before it came back
                     if first or output.text or output.finish_reason is not None or told["logprobs"]:

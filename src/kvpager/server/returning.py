@@ -23,6 +23,7 @@ from kvpager.server.streaming import all_or_none, merged
 
 __all__ = ["Client", "Position", "Reply", "Returning", "idempotency_key"]
 
+GONE = "Nothing is known of this Idempotency-Key any more. Without Last-Event-ID it begins anew."
 MOST_CHARACTERS = 255
 BUSY_SECONDS, BUSY_PAUSE = 15.0, 0.25  # for a session of a server that was lost: longer than its claim lasts
 _POSITION = re.compile(r"[0-9]{1,9}\.?(,[0-9]{1,9}\.?)*")
@@ -66,6 +67,10 @@ class Position:
     def covers(self, other: Position, choice: int) -> bool:
         """Whether who is here has had all of an answer that `other` has."""
         return other.tokens[choice] <= self.tokens[choice] and self.ended[choice] >= other.ended[choice]
+
+    def passes(self, other: Position, choice: int) -> bool:
+        """Whether who is here says to have had more of an answer than there is, as its end in `other` tells."""
+        return other.ended[choice] and self.tokens[choice] > other.tokens[choice]
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,7 @@ class Returning:
         reply = self._replies.get((salt, client.key))
         if reply is None:
             if not anew:
-                text = "Nothing is known of this Idempotency-Key any more. Without Last-Event-ID it begins anew."
-                raise ApiError(410, text, param="Last-Event-ID", code="stream_gone")
+                raise ApiError(410, GONE, param="Last-Event-ID", code="stream_gone")
             if not self._room():
                 return None
             reply = Reply(client.digest, client.id, client.created)
@@ -228,8 +232,11 @@ class Returning:
     async def read(self, reply: Reply) -> AsyncGenerator[tuple[int, Output]]:
         """All outputs of an answer with the numbers of their prompts, as they come; close it when leaving.
 
-        Who reads last reads: others get ApiError (409). Raises EngineStopped where the engine ended before the answer.
+        Who reads last reads: others get ApiError (409). Raises ApiError (410) where its beginning is not kept any more,
+        and EngineStopped where the engine ended before the answer.
         """
+        if reply.base:
+            raise ApiError(410, GONE, param="Last-Event-ID", code="stream_gone")
         reply.reader += 1
         reader, place = reply.reader, 0
         self._stop_timer(reply)
@@ -298,9 +305,9 @@ class Returning:
         except EngineStopped as error:
             reply.failure = error
         finally:
+            self._stop_timer(reply)  # of one that nobody reads: it is kept from its end on
             reply.ended = True
             reply.news.set()
-            self._stop_timer(reply)
             if reply.kept:
                 loop = asyncio.get_running_loop()
                 reply.timer = loop.call_later(self._seconds, self._forget, key, reply)

@@ -18,13 +18,14 @@ from kvpager.stores.redis import RedisStore, no_fence
 from kvpager.stores.redis_desk import RedisDesk
 from kvpager.stores.redis_links import client, redis_py
 from kvpager.stores.redis_settings import RedisSettings
-from kvpager.stores.redis_url import is_redis_url, redis_place
+from kvpager.stores.redis_url import PASSWORD, is_redis_url, redis_place, require_path
 from kvpager.stores.shared import Far
 from kvpager.stores.sqlite import LEAST_LIMIT_BYTES, SYNCHRONOUS, SqliteStore, Synchronous
 
 __all__ = [
     "COMPRESSIONS",
     "LEAST_LIMIT_BYTES",
+    "PASSWORD",
     "PUBLISHING",
     "SYNCHRONOUS",
     "Chain",
@@ -43,6 +44,7 @@ __all__ = [
     "redis_clients",
     "redis_place",
     "redis_tier",
+    "require_path",
 ]
 
 BATCHES = 16

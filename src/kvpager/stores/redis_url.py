@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, unquote
 
 from kvpager.errors import ConfigError
 
-__all__ = ["PASSWORD", "SCHEMES", "USERNAME", "RedisPlace", "is_redis_url", "redis_place"]
+__all__ = ["PASSWORD", "SCHEMES", "USERNAME", "RedisPlace", "is_redis_url", "redis_place", "require_path"]
 
 USERNAME, PASSWORD = "KVPAGER_REDIS_USERNAME", "KVPAGER_REDIS_PASSWORD"
 """Environment variables that are read where the URL names no user or no password."""
@@ -27,6 +27,7 @@ SCHEMES: dict[str, tuple[Kind, bool]] = {
 }
 _PORTS: dict[Kind, int] = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 _OPTIONS = {"ca": "ca", "ssl_ca_certs": "ca", "cert": "cert", "key": "key", "prefix": "prefix"}
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -67,6 +68,13 @@ def is_redis_url(text: str) -> bool:
     return text.partition("://")[0].lower() in SCHEMES and "://" in text
 
 
+def require_path(text: str) -> None:
+    """Raise ConfigError for what is meant as a URL, of whatever kind; it is not shown, since it may hold a password."""
+    if _URL.match(text):
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ConfigError(f"store: it is neither the path of a file nor the URL of a Redis ({known})")
+
+
 def redis_place(url: str, environment: Mapping[str, str] = os.environ) -> RedisPlace:
     """A URL taken apart: SCHEME://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...][/SERVICE][/DB][?OPTION=VALUE&...].
 
@@ -78,6 +86,8 @@ def redis_place(url: str, environment: Mapping[str, str] = os.environ) -> RedisP
     kind, tls = SCHEMES[scheme.lower()]
     rest, _, query = rest.partition("?")
     authority, *path = rest.split("/")
+    if "@" in query or any("@" in part for part in path):
+        raise ConfigError("store: in user and password / is written as %2F, ? as %3F")
     login, at, addresses = authority.rpartition("@")
     username, colon, password = login.partition(":")
     service, db = _path(kind, [unquote(part) for part in path if part])
