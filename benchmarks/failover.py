@@ -64,18 +64,24 @@ def takeover(pair: Pair, by: str, number: int, expected: list[Reader], tokens: i
     return result
 
 
+def whole(server: Served, tokens: int, name: str) -> list[Reader]:
+    """Undisturbed answers. A prompt that is found computed may round otherwise than one that is not, whoever serves."""
+    return [reader.join() for reader in readers([server.url], asked(tokens), name)]
+
+
 def takeovers(args: argparse.Namespace) -> None:
     """As many as were asked for, SIGKILL and SIGSTOP in turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with Served(args.model, folder / "alone.log") as alone:
             until(lambda: alone.ready, "it is not ready", 300)
-            expected = [reader.join() for reader in readers([alone.url], asked(args.tokens), "alone")]
+            expected = [whole(alone, args.tokens, f"alone-{number}") for number in range(2)][1]
         results = []
         with (
             RedisServer(folder / "redis") as redis,
             Pair(args.model, folder, redis.url, "--lease-seconds", str(LEASE_S)) as pair,
         ):
+            whole(pair.settled()[0], args.tokens, "first")
             for number in range(args.count):
                 by = ("SIGKILL", "SIGSTOP")[number % 2]
                 results.append(takeover(pair, by, number, expected, args.tokens, args.after))
