@@ -205,8 +205,17 @@ class AsyncEngine:
 
     @property
     def store_states(self) -> dict[str, str]:
-        """The state of each tier of the engine's store when a request last ended; none where there is no store."""
+        """The state of each tier of the engine's store; none where there is no store.
+
+        As it was when a request last ended, or just after this was last asked: looking may take a while, and whoever
+        asks for a server's health is not kept waiting.
+        """
+        if not self._calls:
+            self._post(self._see_store)
         return self._store_states
+
+    def _see_store(self, engine: Engine) -> None:
+        self._store_states = engine.store_states
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -318,7 +327,7 @@ class AsyncEngine:
         if engine.journal is None:
             release.done()
         if any(output.finish_reason is not None for output in outputs):
-            self._store_states = engine.store_states
+            self._see_store(engine)
 
     def _waiting(self, engine: Engine) -> list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]]:
         """The calls that are waiting; sleeps while there are none and the engine has nothing to do."""
