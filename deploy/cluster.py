@@ -1,6 +1,6 @@
 """The topology of docker-compose.yml on this machine, without containers: what `make cluster` runs.
 
-    python deploy/cluster.py [--model MODEL] [--nodes 2] [--port 8080] [--seconds N] [-- OPTION OF kvpager serve ...]
+    python deploy/cluster.py [--model MODEL] [--nodes 2] [--pair] [--port 8080] [--seconds N] [-- OPTION OF serve ...]
 
 A Redis with a replica and three sentinels, kvpager nodes that share it, and HAProxy in front where it is installed; all
 on loopback, all in a folder of its own that is removed at the end. Ctrl-C or SIGTERM ends everything, and so does
@@ -145,22 +145,22 @@ def start_redis(cluster: Cluster) -> str:
     return f"redis+sentinel://{','.join(f'{HOST}:{port}' for port in sentinels)}/kvpager"
 
 
-def node_options(number: int, nodes: int) -> list[str]:
-    """What a node is told beyond what all are: the place for roles and peers."""
-    return []
+def node_options(number: int, args: argparse.Namespace, redis: str) -> list[str]:
+    """What a node is told beyond what all are."""
+    return ["--role", "primary" if number == 1 else "standby", "--peer", redis] if args.pair else []
 
 
 def start_nodes(cluster: Cluster, args: argparse.Namespace, redis: str) -> list[int]:
-    """The nodes; returns their ports once all take requests."""
+    """The nodes; returns their ports once all take requests, or are on standby."""
     ports = [args.port + number for number in range(1, args.nodes + 1)]
     for number, port in enumerate(ports, 1):
         name = f"kvpager-{number}"
         (cluster.folder / name).mkdir()
         command = [sys.executable, "-c", SERVE, "serve", args.model, "--host", HOST, "--port", str(port)]
         command += ["--store", str(cluster.folder / name / "store.db"), "--store", redis]
-        cluster.start(name, [*command, *node_options(number, args.nodes), *args.more])
+        cluster.start(name, [*command, *node_options(number, args, redis), *args.more])
     for number, port in enumerate(ports, 1):
-        cluster.wait(f"kvpager-{number}", port, "/ready")
+        cluster.wait(f"kvpager-{number}", port, "/health" if args.pair and number > 1 else "/ready")
         cluster.tell(f"kvpager-{number}", f"http://{HOST}:{port}/v1")
     return ports
 
@@ -202,12 +202,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="default: %(default)s")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--pair", action="store_true", help="the second node is on standby (docs/failover.md)")
     parser.add_argument(
         "--port", type=int, default=8080, metavar="N", help="where clients come in; nodes have the ports above it"
     )
     parser.add_argument("--seconds", type=float, metavar="N", help="end after so long (default: at Ctrl-C)")
     parser.add_argument("more", nargs="*", metavar="OPTION", help="after --: options of kvpager serve, for all nodes")
     args = parser.parse_args()
+    if args.pair and args.nodes != 2:
+        parser.error("--pair: a pair has two nodes")
     if not any(option.startswith(("--memory", "--pool")) for option in args.more):
         args.more += ["--memory", "256MiB"]
     for number in (signal.SIGTERM, signal.SIGHUP):

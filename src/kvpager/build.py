@@ -41,6 +41,7 @@ __all__ = [
     "require_server",
     "require_storable",
     "require_store",
+    "warm_up",
     "yield_while_waiting",
 ]
 
@@ -309,12 +310,13 @@ def make_engine(
     *,
     store: StoreOptions | None = None,
     journal: JournalSink | None = None,
+    fence: Callable[[], Fence | None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """An engine over a loaded model; the thread that calls this owns it, and closes it. It reads `clock`, in seconds.
 
     With a `store` what it computes outlives it; the model must have been loaded with `identify`. The engine closes it.
-    What another process needs to go on with its requests is told to `journal`.
+    What another process needs to go on with its requests is told to `journal`; `fence` as for `open_store`.
 
     Raises ConfigError for options that don't fit, UnsupportedModel for an architecture that can't be paged, and
     MissingDependency.
@@ -335,7 +337,7 @@ def make_engine(
         if not loaded.identity:
             raise ConfigError("store: a model whose blocks are stored is loaded with identify=True")
         pager = replace(pager, namespace=loaded.identity)
-    opened = None if store is None else open_store(store, shape.itemsize)
+    opened = None if store is None else open_store(store, shape.itemsize, fence)
     try:
         engine = Engine(loaded, pager, config, kv_dtype=options.kv_dtype, store=opened, journal=journal, clock=clock)
     except BaseException:
@@ -349,3 +351,12 @@ def make_engine(
         engine.close()
         raise
     return engine
+
+
+def warm_up(engine: Engine) -> None:
+    """Run a small request and forget it, so that the first one of a client finds everything in place."""
+    from kvpager.engine.params import SamplingParams
+
+    engine.add("warm-up", [0] * 8, SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0), client=None)
+    while engine.has_work:
+        engine.step()

@@ -63,6 +63,7 @@ __all__ = [
     "SequenceError",
     "SessionBusy",
     "StepError",
+    "SteppedDown",
     "StoreDamaged",
     "StoreError",
     "StoreForeign",
@@ -106,6 +107,10 @@ class QueueFull(KVPagerError, RuntimeError):
 
 class EngineStopped(KVPagerError, RuntimeError):
     """The engine was closed."""
+
+
+class SteppedDown(EngineStopped):
+    """This process is not, or not any more, the one of a pair that serves: the other one is to be asked."""
 
 
 class SessionBusy(KVPagerError, RuntimeError):

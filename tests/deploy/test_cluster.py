@@ -111,6 +111,20 @@ def test_nodes_share_survive_each_other_and_end_together(model: Path) -> None:
 
 
 @pytest.mark.slow
+def test_of_a_pair_one_serves_and_the_other_takes_over(model: Path) -> None:
+    with cluster(model, "--pair") as running:
+        text = running.ask("haproxy")["choices"][0]["text"]
+
+        def role() -> Any:
+            return running.stats("kvpager-2").get("replication", {}).get("role")
+
+        until(lambda: role() == "standby", "it is not on standby")
+        os.kill(running.pids["kvpager-1"], signal.SIGKILL)
+        until(lambda: role() == "primary", "it did not take over")
+        assert running.ask("kvpager-2")["choices"][0]["text"] == text
+
+
+@pytest.mark.slow
 def test_it_ends_by_itself_after_its_time(model: Path) -> None:
     with cluster(model, "--seconds", "0.5") as running:
         assert running.process.wait(60) == 0

@@ -12,6 +12,7 @@ import yaml
 
 from kvpager.cli.main import build_parser
 from kvpager.cli.options import pager_options
+from kvpager.cli.pair_options import pair_options
 from kvpager.cli.store_options import store_options
 from kvpager.config import parse_size
 from kvpager.server.auth import ENVIRONMENT
@@ -37,6 +38,19 @@ def test_it_has_what_compose_knows_and_no_more() -> None:
         assert set(service) <= KEYS, name
         assert "image" in service, name
     assert set(NODES) < set(SERVICES)
+
+
+def test_a_pair_is_the_same_nodes_with_roles() -> None:
+    pair = yaml.safe_load((DEPLOY / "pair.yml").read_text())["services"]
+    assert list(pair) == NODES
+    for name, role in zip(NODES, ("primary", "standby"), strict=True):
+        command = pair[name]["command"]
+        assert command[:-2] == SERVICES[name]["command"]
+        args = build_parser().parse_args(command)
+        options = pair_options(args)
+        assert options is not None
+        assert (args.role, options.eager) == (role, role == "primary")
+        assert options.meets_at(store_options(args, pager_options(args)).url)  # type: ignore[union-attr]
 
 
 def test_images_are_pinned() -> None:

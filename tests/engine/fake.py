@@ -113,6 +113,10 @@ class FakeEngine:
         self.aborts += gone is not None
         return gone is not None
 
+    def abandon(self) -> None:
+        assert threading.get_ident() == self.owner, "another thread than the owner's"
+        self.requests.clear()
+
     def forget_session(self, salt: bytes, name: str) -> bool:
         assert threading.get_ident() == self.owner, "another thread than the owner's"
         raise InputError("session: there is no store")

@@ -30,9 +30,28 @@ def test_without_an_engine_there_is_the_state_alone() -> None:
     text = render(Snapshot("loading", "1.2.3", 'a "model"\\ with\nlines', places=4)).decode()
     found = {family.name: family for family in text_string_to_metric_families(text)}
     states = {sample.labels["state"]: sample.value for sample in found["kvpager_engine_state"].samples}
-    assert states == {"loading": 1.0, "ready": 0.0, "draining": 0.0, "stopped": 0.0, "failed": 0.0}
+    assert states == {"loading": 1.0, "standby": 0.0, "ready": 0.0, "draining": 0.0, "stopped": 0.0, "failed": 0.0}
     assert found["kvpager_build_info"].samples[0].labels == {"version": "1.2.3", "model": 'a "model"\\ with\nlines'}
     assert "kvpager_requests_running" not in found
+
+
+def test_a_node_of_a_pair_says_what_it_is() -> None:
+    told = {"role": "standby", "degraded": True, "epoch": None, "lag_seconds": 0.5, "requests": 3}
+    text = render(Snapshot("standby", "1.2.3", "m", replication=told)).decode()
+    found = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    roles = {sample.labels["role"]: sample.value for sample in found["kvpager_replication_role"]}
+    assert roles == {"standby": 1.0, "taking over": 0.0, "primary": 0.0, "stepping down": 0.0}
+    values = {name: samples[0].value for name, samples in found.items()}
+    assert values["kvpager_replication_degraded"] == 1
+    assert values["kvpager_replication_lag_seconds"] == 0.5
+    assert (values["kvpager_replication_epoch"], values["kvpager_replication_requests"]) == (0, 3)
+    assert set(found) - {"kvpager_build_info"} <= documented()
+
+
+def documented() -> set[str]:
+    """The names that docs/observing.md lists."""
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+    return {line.split("`")[1].partition("{")[0] for line in page.splitlines() if line.startswith("| `kvpager_")}
 
 
 def test_the_processs_memory_is_told() -> None:

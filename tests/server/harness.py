@@ -7,9 +7,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -20,6 +20,7 @@ from kvpager.server.service import Served, Service, ServiceOptions
 from tests.engine.fake import FakeEngine
 from tests.small_llm import CONTEXT, tokenizer
 
+T = TypeVar("T")
 NAME = "tiny"
 SECONDS = 60.0  # after which a test that waits has failed
 
@@ -27,9 +28,11 @@ SECONDS = 60.0  # after which a test that waits has failed
 class LiveServer:
     """Starts on entering, ends on leaving; `engine` is the engine, which belongs to another thread."""
 
-    def __init__(self, make: Callable[[], Served], grace_s: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self, make: Callable[[], Served], grace_s: float = 0.0, *, replication: Any = None, **options: Any
+    ) -> None:
         self._make = make
-        self.service = Service(self._keep, ServiceOptions(**{"names": (NAME,), **options}))
+        self.service = Service(self._keep, ServiceOptions(**{"names": (NAME,), **options}), replication)
         self._options = RunOptions(grace_s)
         self._listener = listen("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
@@ -78,6 +81,10 @@ class LiveServer:
         while not condition():
             assert time.monotonic() < end, "it did not happen"
             time.sleep(0.002)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the server's event loop makes of it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SECONDS)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         # as ASCII, so that halves of characters can be sent, too

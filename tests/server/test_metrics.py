@@ -122,7 +122,9 @@ def test_metrics_need_a_key_where_there_are_keys_and_no_place(folder: str) -> No
 
 def test_the_documentation_lists_what_is_exposed(folder: str, tmp_path: Path) -> None:
     listed = set(re.findall(r"^\| `([a-z_]+)(?:\{[a-z, ]+\})?` \|", DOCS.read_text(), re.MULTILINE))
-    with real_server(folder, store=tmp_path / "store.db") as server:
+    pair = {"role": "primary", "degraded": False, "epoch": 7, "lag_seconds": 0.0, "lease_seconds": 0.9, "requests": 0}
+    with real_server(folder, store=tmp_path / "store.db", replication=lambda: pair) as server:
+        server.run(server.service.go_on([]))
         server.complete("hello", max_tokens=2)
         text = server.client.get("/metrics").text
     exposed = set()

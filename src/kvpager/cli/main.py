@@ -13,14 +13,14 @@ import sys
 from collections.abc import Sequence
 
 from kvpager import __version__
-from kvpager.cli import bench, chat, demo, generate, serve, store
+from kvpager.cli import bench, chat, demo, failover, generate, serve, store
 from kvpager.cli import eval as evaluate
 from kvpager.cli.console import say
 from kvpager.errors import ConfigError, InputError, KVPagerError
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (generate, chat, serve, store, demo, evaluate, bench)
+COMMANDS = (generate, chat, serve, store, failover, demo, evaluate, bench)
 
 FAILED = 1
 BAD_USAGE = 2

@@ -20,6 +20,7 @@ from kvpager.cli.options import (
     positive,
     whole,
 )
+from kvpager.cli.pair_options import Member, add_pair_options, node_name, pair_options, share_pages
 from kvpager.cli.store_options import add_store_options, store_options
 from kvpager.config import parse_size
 from kvpager.errors import ConfigError
@@ -38,6 +39,7 @@ examples:
   kvpager serve
   kvpager serve --port 8001 --memory 256MiB --budget 1024 --max-num-seqs 32
   kvpager serve --store ~/kv/store.db
+  kvpager serve --role standby --peer redis://10.0.0.5:6379
   KVPAGER_API_KEY=change-me kvpager serve path/to/model --host 0.0.0.0 --served-model-name mine
 
 Then, with any client of OpenAI's:
@@ -64,6 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_model_options(parser)
     add_pager_options(parser)
     add_store_options(parser)
+    add_pair_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -193,6 +196,9 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.served
     options = pager_options(args)
     options.settings()  # refused before a model is loaded
+    pair = pair_options(args)
+    if pair is not None:
+        share_pages(args, pair)
     store = store_options(args, options)
     build.require_server()
     from kvpager.engine.engine import EngineConfig
@@ -210,14 +216,25 @@ def run(args: argparse.Namespace) -> int:
         enable_prefix_caching=not args.no_prefix_caching,
         seed=args.seed,
     )
-    maker = Maker(args, options, config, store)
-    service = Service(maker, service_options(args))
     settings = RunOptions(args.grace, args.ssl_keyfile, args.ssl_certfile)
     configure_logs()
     with listen(args.host, args.port) as listener:
         where = url(listener, tls=args.ssl_certfile is not None)
         say(f"loading {args.model}; {where}/ready says when it is there")
-        asyncio.run(serve(service, listener, settings, on_ready=lambda: say(maker.told(where, service))))
+        member = None if pair is None else Member(pair, args.node_name or node_name(listener))
+        maker = Maker(args, options, config, store, member)
+        service = Service(maker, service_options(args), None if member is None else member.node.state)
+
+        def on_ready() -> None:
+            say(maker.told(where, service))
+            if member is not None:
+                member.start(service)
+
+        try:
+            asyncio.run(serve(service, listener, settings, on_ready=on_ready))
+        finally:
+            if member is not None:
+                member.node.close()
     say("stopped")
     return 0
 
@@ -284,9 +301,15 @@ class Maker:
     """Loads model and engine, in the engine's thread, and tells what came of it."""
 
     def __init__(
-        self, args: argparse.Namespace, options: PagerOptions, config: EngineConfig, store: StoreOptions | None = None
+        self,
+        args: argparse.Namespace,
+        options: PagerOptions,
+        config: EngineConfig,
+        store: StoreOptions | None = None,
+        member: Member | None = None,
     ) -> None:
         self._args, self._options, self._config, self._store = args, options, config, store
+        self._member = member
         self._held: list[str] = []
 
     def __call__(self) -> Served:
@@ -296,7 +319,10 @@ class Maker:
 
         args = self._args
         loaded = load_model(args, identify=self._store is not None)
-        engine = build.make_engine(loaded, self._options, self._config, store=self._store)
+        more = {} if self._member is None else self._member.parts(self._store)
+        engine = build.make_engine(loaded, self._options, self._config, store=self._store, **more)
+        if self._member is not None:
+            self._member.meet(engine)
         longest = self._config.max_model_len or loaded.context_length or 0
         self._held = [memory_line(engine, loaded.weight_bytes), *self._store_lines(engine)]
         return Served(engine, loaded.tokenizer, longest)

@@ -13,6 +13,7 @@ from kvpager.engine.runner import Drawn
 from kvpager.engine.sampler import Sampled
 from kvpager.engine.scheduler import Scheduler
 from kvpager.engine.sessions import Sessions
+from kvpager.engine.telling import Teller
 from kvpager.errors import KVPagerError, SampleError
 
 __all__ = ["Answers"]
@@ -60,6 +61,16 @@ class Answers:
         for choice in request.alive:
             self._finish(choice, reason, now, error=error)
         self._forget(request)
+
+    def abandon(self, now: float, teller: Teller | None) -> None:
+        """End all requests; neither that nor their sessions are kept, and `teller` has nothing to tell of them."""
+        for request in list(self.requests.values()):
+            if request.session is not None:
+                request.session.kept = False
+            self.end(request, "abort", now)
+        self.outputs.clear()
+        if teller is not None:
+            teller.forget()
 
     def take(self) -> list[Output]:
         """What is to be given out now."""

@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvpager.engine.calls import Calls, settle
+from kvpager.engine.health import Health, Look, State
 from kvpager.engine.outputs import Output
 from kvpager.engine.releases import Releases
 from kvpager.engine.stream import Stream
 from kvpager.errors import EngineStopped, InputError
 
 if TYPE_CHECKING:
-    from kvpager.config import PagerConfig
     from kvpager.engine.engine import Engine
-    from kvpager.engine.latencies import EngineLatencies
     from kvpager.engine.outputs import EngineStats
     from kvpager.engine.params import SamplingParams
     from kvpager.journaled import JournalSink, Resumable
 
 __all__ = ["AsyncEngine", "Health", "Look", "State"]
 
-State = Literal["loading", "ready", "draining", "stopped", "failed"]
 T = TypeVar("T")
 LOOK_S = 0.005  # between two looks at a store that erases
-
-
-@dataclass(frozen=True)
-class Health:
-    """How an engine does. `error` says what went wrong in state "failed"."""
-
-    state: State
-    error: str | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether it works, or is about to: false once it has failed or was stopped."""
-        return self.state not in ("failed", "stopped")
-
-
-class Look(NamedTuple):
-    """What an engine is at one moment."""
-
-    stats: EngineStats
-    latencies: EngineLatencies
-    pager: PagerConfig
 
 
 class AsyncEngine:
@@ -60,18 +36,18 @@ class AsyncEngine:
     Where the engine has a journal, outputs come once that has them; the engine runs on meanwhile.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]) -> None:
-        self._make_engine = make_engine
+    def __init__(self, make_engine: Callable[[], Engine], *, standby: bool = False) -> None:
+        """With `standby` it takes no requests of clients until `activate` is called."""
+        self._make_engine, self._standby = make_engine, standby
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, Stream] = {}  # the loop's
         self._live: dict[str, int] = {}  # requests of the engine, and choices that run; its thread alone uses it
-        self._wake = threading.Condition()
-        self._calls: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()
+        self._calls = Calls()
         self._erasing: dict[bytes, asyncio.Lock] = {}
         self._outbox: list[Output] = []
+        self._outbox_lock = threading.Lock()
         self._releases = Releases()
         self._journal: JournalSink | None = None
-        self._halt = False
         self._health = Health("loading")
         self._store_states: dict[str, str] = {}
         self._made = asyncio.Event()
@@ -145,6 +121,8 @@ class AsyncEngine:
             more: dict[str, Any] = {"salt": salt, "session": session, "client": client}
             engine.add(request_id, prompt, params, priority=priority, deadline=deadline, **more)
 
+        if self._health.state == "standby":
+            raise self._health.refusal
         return await self._begin(Stream(self, request_id, params.n, apart=apart), params.n, add)
 
     async def resume(self, resumable: Resumable) -> Stream:
@@ -157,8 +135,8 @@ class AsyncEngine:
         return await self._begin(stream, choices, lambda engine: engine.resume(resumable))
 
     async def _begin(self, stream: Stream, choices: int, add: Callable[[Engine], None]) -> Stream:
-        if self._health.state not in ("loading", "ready"):
-            raise EngineStopped(self._refusal())
+        if self._health.state not in ("loading", "standby", "ready"):
+            raise self._health.refusal
         if stream.request_id in self._streams:
             raise InputError(f"request_id: {stream.request_id!r} is in use")
         self._streams[stream.request_id] = stream
@@ -217,6 +195,31 @@ class AsyncEngine:
     def _see_store(self, engine: Engine) -> None:
         self._store_states = engine.store_states
 
+    async def warm(self, keys: Sequence[bytes]) -> None:
+        """Have stored blocks read that requests will want soon; raises EngineStopped where there is no engine."""
+        await self._call(lambda engine: None if engine.pager.store is None else engine.pager.store.prefetch(keys))
+
+    def activate(self) -> None:
+        """Take requests, after a time on standby."""
+        if self._health.state == "standby":
+            self._health = Health("ready")
+
+    async def abandon(self, flush: Callable[[], None] | None = None) -> None:
+        """Take no more requests and let go of all that run, for another engine goes on with them; be on standby.
+
+        Who reads them gets SteppedDown; before that what `flush` (in another thread) has the journal release.
+        """
+        if self._health.state in ("loading", "ready"):
+            self._health = Health("standby")
+        if flush is None:
+            self._fail(list(self._streams.values()))
+            self._releases.close()
+        await self._call(self._let_go)
+        if flush is not None:
+            await asyncio.to_thread(flush)
+        self._releases.close()
+        self._fail(list(self._streams.values()))
+
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
         if self._health.alive:
@@ -236,42 +239,40 @@ class AsyncEngine:
             self._leave(stream)
             if not stream.finished:
                 stream.fail(EngineStopped("the server stopped before the answer was complete"))
-        with self._wake:
-            self._halt = True
-            self._wake.notify()
+        self._calls.halt()
         if self._made.is_set():
             await self._ended.wait()
 
     # ---- between the threads ----
 
-    def _refusal(self) -> str:
-        if self._health.state == "failed":
-            return f"the engine has failed: {self._health.error}"
-        return "the server is stopping and takes no more requests"
-
     def _leave(self, stream: Stream) -> None:
-        self._streams.pop(stream.request_id, None)
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
         if not self._streams:
             self._empty.set()
+
+    def _fail(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            self._leave(stream)
+            if not stream.finished:
+                stream.fail(Health("standby").refusal)
+
+    def _let_go(self, engine: Engine) -> None:
+        engine.abandon()
+        self._live.clear()
 
     def _abort(self, request_id: str) -> None:
         def abort(engine: Engine) -> None:
             engine.abort(request_id)
             self._live.pop(request_id, None)
 
-        self._post(abort)
-
-    def _post(self, function: Callable[[Engine], Any], future: asyncio.Future[Any] | None = None) -> None:
-        """Have the engine's thread call `function` between two steps."""
-        with self._wake:
-            self._calls.append((function, future))
-            self._wake.notify()
+        self._calls.post(abort)
 
     async def _call(self, function: Callable[[Engine], T]) -> T:
         if self._ended.is_set():
-            raise EngineStopped(self._refusal())
+            raise self._health.refusal
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._post(function, future)
+        self._calls.post(function, future)
         return await future
 
     def _tell(self, function: Callable[..., None], *args: Any) -> None:
@@ -280,7 +281,7 @@ class AsyncEngine:
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            self._halt = True
+            self._calls.halt()
 
     # ---- the engine's thread ----
 
@@ -306,9 +307,9 @@ class AsyncEngine:
 
     def _serve(self, engine: Engine) -> None:
         while True:
-            for function, future in self._waiting(engine):
+            for function, future in self._calls.take(engine):
                 self._run(function, future, engine)
-            if self._halt:
+            if self._calls.halted:
                 return
             if engine.has_work:
                 self._step(engine)
@@ -329,25 +330,16 @@ class AsyncEngine:
         if any(output.finish_reason is not None for output in outputs):
             self._see_store(engine)
 
-    def _waiting(self, engine: Engine) -> list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]]:
-        """The calls that are waiting; sleeps while there are none and the engine has nothing to do."""
-        with self._wake:
-            while not (self._calls or self._halt or engine.has_work):
-                self._wake.wait()
-            calls = list(self._calls)
-            self._calls.clear()
-            return calls
-
     def _run(self, function: Callable[[Engine], Any], future: asyncio.Future[Any] | None, engine: Engine) -> None:
         try:
             result = function(engine)
         except Exception as error:
             if future is None:
                 raise  # an abort can't fail but by a fault of the engine
-            self._tell(_settle, future, None, error)
+            self._tell(settle, future, None, error)
         else:
             if future is not None:
-                self._tell(_settle, future, result, None)
+                self._tell(settle, future, result, None)
 
     def _recovered(self, engine: Engine, error: Exception) -> Callable[[], None]:
         """After a step that failed: its requests end with an error; raises unless the engine is whole without them.
@@ -372,7 +364,7 @@ class AsyncEngine:
         """Give outputs to the loop; from whatever thread."""
         if not outputs:
             return
-        with self._wake:
+        with self._outbox_lock:
             told = bool(self._outbox)
             self._outbox.extend(outputs)
         if not told:  # else the loop has been told, and has not come to it yet
@@ -382,11 +374,11 @@ class AsyncEngine:
 
     def _on_made(self) -> None:
         if self._health.state == "loading":
-            self._health = Health("ready")
+            self._health = Health("standby" if self._standby else "ready")
         self._made.set()
 
     def _on_outputs(self) -> None:
-        with self._wake:
+        with self._outbox_lock:
             outputs, self._outbox = self._outbox, []
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -407,22 +399,10 @@ class AsyncEngine:
         self._health = Health("stopped") if text is None else Health("failed", text)
         self._made.set()
         self._ended.set()
-        with self._wake:
-            calls = list(self._calls)
-            self._calls.clear()
-        for _, future in calls:
+        for _, future in self._calls.take():
             if future is not None:
-                _settle(future, None, EngineStopped(self._refusal()))
+                settle(future, None, self._health.refusal)
         for stream in list(self._streams.values()):
             self._leave(stream)
             if not stream.finished:
-                stream.fail(EngineStopped(self._refusal()))
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():  # who asked was cancelled
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+                stream.fail(self._health.refusal)

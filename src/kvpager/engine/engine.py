@@ -223,6 +223,11 @@ class Engine:
         self._answers.end(request, "abort", self._clock())
         return True
 
+    def abandon(self) -> None:
+        """Let go of all requests: another engine goes on with them. Nothing of it is told, here or to a journal."""
+        self._answers.abandon(self._clock(), self._teller)
+        self._retold = []
+
     @property
     def has_work(self) -> bool:
         """Whether a step would have something to do or to tell."""
@@ -351,6 +356,7 @@ class Engine:
             finished=dict(self._answers.finished),
             sessions=self._sessions.stats(),
             store=None if self._store is None else self._store.stats(),
+            recomputed=self._scheduler.recomputed,
         )
 
     def latencies(self) -> EngineLatencies:

@@ -101,6 +101,7 @@ class EngineStats:
     finished          requests by how they ended (the first of their answers that did not stop by itself decides)
     preemptions       how often a request gave up its frames
     replays           sequences computed anew because a page of theirs was lost
+    recomputed        tokens of requests that began in another engine that had to be computed again
     steps             forwards that were run
     prompt_tokens, cached_tokens, completion_tokens   of all requests: computed, found computed, written
     pager             the pager's own
@@ -121,3 +122,4 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)
     sessions: SessionStats = field(default_factory=SessionStats)
     store: StoreStats | None = None
+    recomputed: int = 0

@@ -44,6 +44,11 @@ class Releases:
             self._waiting.append(release)
         return release
 
+    def close(self) -> None:
+        """Forget those that were not given on yet: they never are."""
+        with self.lock:
+            self._waiting.clear()
+
     def advance(self) -> None:
         """Give on what may be; under the lock."""
         while self._waiting and self._waiting[0].acknowledged and (action := self._waiting[0].action) is not None:

@@ -23,6 +23,7 @@ class Scheduler:
 
     waiting, running, parked   requests, those to be served first in front
     preemptions, replays       how often a request gave up its frames, and a sequence is computed anew
+    recomputed                 tokens of requests that began elsewhere that have to be computed again
     """
 
     def __init__(self, pager: Pager, room: Room, sessions: Sessions, max_num_batched_tokens: int, share: bool) -> None:
@@ -35,7 +36,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.parked: list[Request] = []
-        self.preemptions = self.replays = 0
+        self.preemptions = self.replays = self.recomputed = 0
         self._ended = 0
 
     # -- the queues
@@ -207,6 +208,7 @@ class Scheduler:
         if request.resumed:
             for choice in request.active[1:]:
                 self._open(choice)
+            self.recomputed += sum(choice.known - 1 - choice.length for choice in request.active)
 
     def _open(self, choice: Choice, resumed: Sequence | None = None) -> None:
         """Give a choice a sequence: its session's, or what it had elsewhere, or what others have of its prompt."""

@@ -54,6 +54,11 @@ class Teller:
         self._journal.step(told, _nothing)
         self._end(accepted.id)
 
+    def forget(self) -> None:
+        """Tell nothing more of the requests that there were."""
+        self._open.clear()
+        self._marks.clear()
+
     def step(self, running: Iterable[Request], outputs: list[Output], done: Callable[[], None]) -> None:
         """Tell what a step gave: its outputs, and what sequences hold more. `done` as in JournalSink.step."""
         self._steps += 1

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["CONTENT_TYPE", "STATES", "Snapshot", "families", "render"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("loading", "ready", "draining", "stopped", "failed")
+STATES = ("loading", "standby", "ready", "draining", "stopped", "failed")
+ROLES = ("standby", "taking over", "primary", "stepping down")
 REASONS = ("stop", "length", "abort", "deadline", "error")
 STORE_ERRORS = (
     "full",
@@ -53,6 +54,7 @@ class Snapshot:
     answered        HTTP answers by status
     limits   bytes that may be used, by what is bounded ("memory": frames, digests and tables; "cgroup": the process)
     rss_bytes       the process's resident set
+    replication     of a node of a pair, as /health says it; nothing for a server alone
     """
 
     state: str
@@ -66,6 +68,7 @@ class Snapshot:
     answered: Mapping[int, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
     rss_bytes: int = 0
+    replication: Mapping[str, Any] = field(default_factory=dict)
 
 
 def render(snapshot: Snapshot) -> bytes:
@@ -88,6 +91,8 @@ def render(snapshot: Snapshot) -> bytes:
 def families(snapshot: Snapshot) -> Iterator[Metric]:
     """All metrics of a look at an engine."""
     yield from _process(snapshot)
+    if snapshot.replication:
+        yield from _replication(snapshot.replication)
     if snapshot.stats is not None:
         yield from _requests(snapshot.stats)
         yield from _pool(snapshot.stats, snapshot.policy)
@@ -141,6 +146,18 @@ def _process(snapshot: Snapshot) -> Iterator[Metric]:
     limits = [({"of": name}, float(size)) for name, size in sorted(snapshot.limits.items())]
     if limits:
         yield _values("gauge", "kvpager_memory_limit_bytes", "The most memory, by what is bounded.", limits)
+
+
+def _replication(told: Mapping[str, Any]) -> Iterator[Metric]:
+    roles = [({"role": role}, float(role == told["role"])) for role in ROLES]
+    yield _values("gauge", "kvpager_replication_role", "1 for what this node of a pair is.", roles)
+    yield _gauge(
+        "kvpager_replication_degraded", "1 while nothing can be taken over from here, or by it.", told["degraded"]
+    )
+    yield _gauge("kvpager_replication_epoch", "Of the lease, as far as it is known.", told.get("epoch") or 0)
+    yield _gauge("kvpager_replication_lag_seconds", "By which journal or mirror are behind.", told["lag_seconds"])
+    yield _gauge("kvpager_replication_lease_seconds", "Left of the lease.", told.get("lease_seconds") or 0)
+    yield _gauge("kvpager_replication_requests", "In the journal, running and ended.", told["requests"])
 
 
 def _requests(stats: EngineStats) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ are not `resumable` any more. What another pair of hands has written since is ne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpager.errors import ConfigError
@@ -111,6 +111,10 @@ class Journal:
     def resumable(self, id: str) -> bool:
         """False once a request has gone on without the journal, or is not known to it."""
         return self._waiting.resumable(id)
+
+    def abandon(self, ids: Iterable[str]) -> None:
+        """Nobody goes on with these requests, which were adopted: they are held no longer."""
+        self._waiting.abandon(ids)
 
     def lose(self) -> None:
         """Another has the lease, as its keeper says: refuse everything from now on, and call `on_lost` if not yet."""

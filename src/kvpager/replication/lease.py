@@ -66,6 +66,11 @@ class Lease:
         """Whether it is surely ours now: acquired or renewed, and Redis can't have given it away since."""
         return self._clock() < self._until
 
+    @property
+    def left_s(self) -> float:
+        """For how many seconds it is `held` if it is not renewed."""
+        return max(0.0, self._until - self._clock())
+
     def acquire(self) -> bool:
         """Take it where nobody has it, with a new epoch; False where somebody has.
 

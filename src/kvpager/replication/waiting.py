@@ -21,6 +21,7 @@ __all__ = ["Item", "State", "Waiting"]
 log = logging.getLogger(__name__)
 
 State = Literal["good", "degraded", "lost"]
+LATE = 0.25  # of the bound: who wakes so late for a deadline did not run meanwhile
 OVERHEAD = 512  # bytes that an item counts for beside its slots
 
 
@@ -310,9 +311,18 @@ class Waiting:
         left = None if deadline is None else deadline - self._clock()
         if left is None or left > 0:
             self._to_release.wait(left)
+        elif left < -LATE * self._limits.bound_s:
+            self._wait_anew()
         else:
             self._give_up(f"not acknowledged for {self._limits.bound_s:g} s")
         return True
+
+    def _wait_anew(self) -> None:
+        """This process was stopped, and another may have the lease: the writer is to find that out first."""
+        now = self._clock()
+        for item in self._pending:
+            item.at = now
+        self._failing = None if self._failing is None else now
 
     @staticmethod
     def _call(function: Callable[[], None] | None) -> None:

@@ -228,13 +228,13 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         state = service.engine.health
         if not state.alive:
             raise ApiError(503, f"The engine has {state.state}.", code=f"engine_{state.state}")
-        return JSONResponse({"status": "ok", "state": state.state, **_store_state(service)})
+        return JSONResponse({"status": "ok", "state": state.state, **_store_state(service), **_pair(service)})
 
     @app.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken, 503 before and after."""
         service.require_ready()
-        return JSONResponse({"status": "ready", **_store_state(service)})
+        return JSONResponse({"status": "ready", **_store_state(service), **_pair(service)})
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -244,9 +244,10 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         """Requests, tokens and memory of the engine, between two of its steps."""
-        service.require_ready()
+        if service.engine.health.state != "standby":
+            service.require_ready()
         figures = await service.engine.stats()
-        return {**asdict(figures), "requests": service.places.taken}
+        return {**asdict(figures), "requests": service.places.taken, **_pair(service)}
 
     @app.get(METRICS_PATH)
     async def metrics() -> Response:
@@ -261,6 +262,11 @@ def _store_state(service: Service) -> dict[str, Any]:
         return {}
     worst = next((state for state in states.values() if state != "ok"), "ok")
     return {"store": worst, "stores": states} if len(states) > 1 else {"store": worst}
+
+
+def _pair(service: Service) -> dict[str, Any]:
+    """How the pair does that this server is one of, if it is."""
+    return {} if service.replication is None else {"replication": service.replication()}
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvpager.errors import EngineStopped, InputError, MissingDependency, QueueFull, RequestTooLarge, SessionBusy
+from kvpager.errors import (
+    EngineStopped,
+    InputError,
+    MissingDependency,
+    QueueFull,
+    RequestTooLarge,
+    SessionBusy,
+    SteppedDown,
+)
 
 __all__ = ["ApiError", "ErrorResponse", "as_api_error", "not_valid"]
 
@@ -86,7 +94,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, SessionBusy):
         return ApiError(409, message, param="session", code="session_busy", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, EngineStopped):
-        return ApiError(503, message, code="engine_stopped", headers={"Retry-After": str(RETRY_AFTER_S)})
+        code = "stepped_down" if isinstance(error, SteppedDown) else "engine_stopped"
+        return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
     return ApiError(500, "The server had an error; its log says which.", code="internal_error")
 
 

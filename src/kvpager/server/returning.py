@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from functools import partial
 from kvpager.engine.async_engine import AsyncEngine
 from kvpager.engine.outputs import Output
 from kvpager.engine.stream import Stream
-from kvpager.errors import EngineStopped, KVPagerError
+from kvpager.errors import EngineStopped, KVPagerError, SessionBusy
 from kvpager.journaled import Resumable
 from kvpager.server.errors import ApiError
 from kvpager.server.streaming import all_or_none, merged
@@ -24,6 +25,7 @@ __all__ = ["Client", "Position", "Reply", "Returning", "idempotency_key"]
 
 GONE = "Nothing is known of this Idempotency-Key any more. Without Last-Event-ID it begins anew."
 MOST_CHARACTERS = 255
+BUSY_SECONDS, BUSY_PAUSE = 15.0, 0.25  # for a session of a server that was lost: longer than its claim lasts
 _POSITION = re.compile(r"[0-9]{1,9}\.?(,[0-9]{1,9}\.?)*")
 
 
@@ -165,8 +167,8 @@ class Returning:
             await asyncio.shield(reply.begun)  # a client that goes away meanwhile may come back
         return reply
 
-    async def reattach(self, resumables: Sequence[Resumable]) -> int:
-        """Go on with requests that another server began, for their clients to come back to; returns how many answers.
+    async def reattach(self, resumables: Sequence[Resumable]) -> set[str]:
+        """Go on with requests that another server began, for their clients to come back to; returns their names.
 
         Those of which a part is missing, that nobody can come back to, or that can't go on here are left out.
         """
@@ -175,20 +177,48 @@ class Returning:
             client = Client.unpack(one.accepted.client)
             if client is not None:
                 answers.setdefault((one.accepted.salt, client.key), {})[client.number] = (client, one)
-        count = 0
+        tries: dict[asyncio.Future[bool], list[str]] = {}
         for key, parts in answers.items():
             client, _ = next(iter(parts.values()))
             if sorted(parts) != list(range(client.prompts)) or key in self._replies or not self._room():
                 continue
             reply = self._replies[key] = Reply(client.digest, client.id, client.created)
-            resumes = [self._engine.resume(parts[number][1]) for number in sorted(parts)]
-            begun = reply.begun = self._task(self._begin(key, reply, partial(all_or_none, resumes)))
-            try:
-                await begun
-            except KVPagerError:
-                continue
-            count += 1
-        return count
+            own = [parts[number][1] for number in sorted(parts)]
+            tried: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            tries[tried] = [one.accepted.id for one in own]
+            reply.begun = self._task(self._begin(key, reply, partial(self._resumed, own, tried)))
+        return {name for tried, names in tries.items() if await tried for name in names}
+
+    async def _resumed(self, own: Sequence[Resumable], tried: asyncio.Future[bool]) -> list[Stream]:
+        """Streams of requests that go on here; `tried` says at once whether they do.
+
+        A session that still counts as in use by the server that was lost is waited for: its clients wait with it.
+        """
+        last = time.monotonic() + BUSY_SECONDS
+        try:
+            while True:
+                try:
+                    return await all_or_none(self._engine.resume(one) for one in own)
+                except SessionBusy:
+                    if time.monotonic() >= last:
+                        raise
+                if not tried.done():
+                    tried.set_result(True)
+                await asyncio.sleep(BUSY_PAUSE)
+        except KVPagerError:
+            if not tried.done():
+                tried.set_result(False)
+            raise
+        finally:
+            if not tried.done():
+                tried.set_result(True)
+
+    def abandon(self) -> None:
+        """Forget all: clients come back to another server."""
+        for key, reply in list(self._replies.items()):
+            if reply.ended and reply.timer is not None:
+                reply.timer.cancel()
+            self._forget(key, reply)
 
     def resumable(self, reply: Reply) -> bool:
         """Whether its client may come back, here and, where there is a journal, to another server."""
@@ -253,7 +283,8 @@ class Returning:
         try:
             reply.streams = await submit()
         except BaseException:
-            del self._replies[key]
+            if self._replies.get(key) is reply:
+                del self._replies[key]
             raise
         reply.requests = [stream.request_id for stream in reply.streams]
         reply.begun = None

@@ -24,6 +24,7 @@ from kvpager.server.texts import Texts
 
 if TYPE_CHECKING:
     from kvpager.engine.engine import Engine
+    from kvpager.journaled import Resumable
 
 __all__ = ["Served", "Service", "ServiceOptions"]
 
@@ -65,12 +66,18 @@ class Served:
 class Service:
     """The engine with what belongs to it. `make` loads model and engine, in the engine's thread."""
 
-    def __init__(self, make: Callable[[], Served], options: ServiceOptions) -> None:
-        self.options = options
+    def __init__(
+        self,
+        make: Callable[[], Served],
+        options: ServiceOptions,
+        replication: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """`replication`: what there is to say of a pair, of which this server is one; then it begins on standby."""
+        self.options, self.replication = options, replication
         self.keys = ApiKeys(options.api_keys)
         self.places = Places(options.limits.connections)
         self.created = int(time.time())
-        self.engine = AsyncEngine(self._make_engine)
+        self.engine = AsyncEngine(self._make_engine, standby=replication is not None)
         limits = options.limits
         self.returning = Returning(self.engine, options.resume_seconds, limits.replies, limits.reply_bytes)
         self._make = make
@@ -119,6 +126,7 @@ class Service:
             answered=dict(self.answered),
             limits=limits,
             rss_bytes=rss_bytes(),
+            replication={} if self.replication is None else self.replication(),
         )
 
     @property
@@ -136,13 +144,29 @@ class Service:
         """Raise ApiError (503) unless requests are taken."""
         health = self.engine.health
         if health.state != "ready":
-            said = {"loading": "the model is still being loaded", "failed": "the engine has failed"}
+            said = {
+                "loading": "the model is still being loaded",
+                "standby": "this server is not the primary; ask the other one, or come again",
+                "failed": "the engine has failed",
+            }
             raise ApiError(
                 503,
                 f"Not ready: {said.get(health.state, 'the server is stopping')}.",
                 code=f"engine_{health.state}",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
+
+    async def go_on(self, resumables: Sequence[Resumable]) -> set[str]:
+        """Be the primary: go on with what another one did, then take requests. Returns the requests that go on."""
+        try:
+            return await self.returning.reattach(resumables)
+        finally:
+            self.engine.activate()
+
+    async def step_down(self, flush: Callable[[], None] | None) -> None:
+        """Be on standby: see AsyncEngine.abandon. Clients come back to the other server."""
+        await self.engine.abandon(flush)
+        self.returning.abandon()
 
     def require_model(self, name: str | None) -> str:
         """The served name that a request means; raises ApiError (404) for another's."""

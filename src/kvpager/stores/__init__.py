@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvpager.stored import Fence
 from kvpager.stores.chain import Chain
@@ -15,7 +16,7 @@ from kvpager.stores.packages import xxh3, zstandard
 from kvpager.stores.publishing import PUBLISHING, Publishing, PublishingPolicy
 from kvpager.stores.redis import RedisStore, no_fence
 from kvpager.stores.redis_desk import RedisDesk
-from kvpager.stores.redis_links import redis_py
+from kvpager.stores.redis_links import client, redis_py
 from kvpager.stores.redis_settings import RedisSettings
 from kvpager.stores.redis_url import PASSWORD, is_redis_url, redis_place, require_path
 from kvpager.stores.shared import Far
@@ -40,6 +41,7 @@ __all__ = [
     "Synchronous",
     "is_redis_url",
     "open_store",
+    "redis_clients",
     "redis_place",
     "redis_tier",
     "require_path",
@@ -95,6 +97,16 @@ def open_store(
     batch_bytes = max(1, min(limits.batch_bytes, limit_bytes // BATCHES))
     openers = [] if path is None else [lambda: opener(path)]
     return Chain(openers, replace(limits, batch_bytes=batch_bytes), clock, far)
+
+
+def redis_clients(url: str, timeout_s: float) -> Callable[[], Any]:
+    """What makes clients of redis-py that wait for so long and never try again by themselves.
+
+    Raises ConfigError for the URL, which is not shown, and MissingDependency.
+    """
+    place = redis_place(url)
+    redis_py()
+    return lambda: client(place, timeout_s)
 
 
 def redis_tier(

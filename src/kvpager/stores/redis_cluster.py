@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpager.stores.redis_links import Command, Gone, all_replies, redis_py, settings
+from kvpager.stores.redis_links import Command, Gone, all_replies, client, redis_py
 from kvpager.stores.redis_url import RedisPlace
 
 __all__ = ["Sharded"]
 
 _log = logging.getLogger("kvpager.stores")
 _OF_TIMEOUT = 0.7  # a node that hangs is found out before the whole call is given up
-_KEY_AT = {"EVAL": 3, "OBJECT": 2}
+_KEY_AT: dict[Any, int] = {"EVAL": 3, "OBJECT": 2}
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -34,8 +34,7 @@ class Sharded:
         self._down_errors = (module.exceptions.ClusterDownError, module.exceptions.MasterDownError)
         self._moved_errors = (module.exceptions.MovedError, module.exceptions.AskError, module.exceptions.TryAgainError)
         self._errors = (*self._gone_errors, module.exceptions.RedisClusterException, module.exceptions.RedisError)
-        nodes = [module.cluster.ClusterNode(host, port) for host, port in place.nodes]
-        self._client = module.RedisCluster(startup_nodes=nodes, **settings(place, timeout_s * _OF_TIMEOUT))
+        self._client = client(place, timeout_s * _OF_TIMEOUT)
         self._clock = clock
         self._rests: dict[str, tuple[float, float]] = {}  # node: until when, and for how long it was
         self._place = place

@@ -10,7 +10,19 @@ from kvpager.errors import MissingDependency, StoreError, StoreFull, StoreUnavai
 from kvpager.stores.redis_names import FENCED
 from kvpager.stores.redis_url import RedisPlace
 
-__all__ = ["Command", "Gone", "Link", "Single", "all_replies", "connect", "fenced", "redis_py", "settings", "told"]
+__all__ = [
+    "Command",
+    "Gone",
+    "Link",
+    "Single",
+    "all_replies",
+    "client",
+    "connect",
+    "fenced",
+    "redis_py",
+    "settings",
+    "told",
+]
 
 Command = tuple[str | bytes | int, ...]
 """A command and its arguments."""
@@ -69,15 +81,8 @@ class Single:
 
     def __init__(self, place: RedisPlace, timeout_s: float) -> None:
         """Connects when it is used first."""
-        module = redis_py()
-        common = settings(place, timeout_s)
-        if place.kind == "sentinel":
-            watch = module.sentinel.Sentinel(list(place.nodes), sentinel_kwargs=_plain(common), **common, db=place.db)
-            self._client = watch.master_for(place.service)
-        else:
-            (host, port), *_ = place.nodes
-            self._client = module.Redis(host=host, port=port, db=place.db, **common)
-        self._readonly = module.exceptions.ReadOnlyError
+        self._client = client(place, timeout_s)
+        self._readonly = redis_py().exceptions.ReadOnlyError
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
         """See Link."""
@@ -97,6 +102,20 @@ class Single:
     def cut(self) -> None:
         """See Link."""
         self._client.connection_pool.disconnect(inuse_connections=True)
+
+
+def client(place: RedisPlace, timeout_s: float) -> Any:
+    """A client of redis-py, which connects when it is used first; a cluster's connects at once."""
+    common = settings(place, timeout_s)
+    module = redis_py()
+    if place.kind == "cluster":
+        nodes = [module.cluster.ClusterNode(host, port) for host, port in place.nodes]
+        return module.RedisCluster(startup_nodes=nodes, **common)
+    if place.kind == "sentinel":
+        watch = module.sentinel.Sentinel(list(place.nodes), sentinel_kwargs=_plain(common), **common, db=place.db)
+        return watch.master_for(place.service)
+    (host, port), *_ = place.nodes
+    return module.Redis(host=host, port=port, db=place.db, **common)
 
 
 def settings(place: RedisPlace, timeout_s: float) -> dict[str, Any]:
