@@ -183,17 +183,10 @@ class AsyncEngine:
 
     @property
     def store_states(self) -> dict[str, str]:
-        """The state of each tier of the engine's store; none where there is no store.
-
-        As it was when a request last ended, or just after this was last asked: looking may take a while, and whoever
-        asks for a server's health is not kept waiting.
-        """
-        if not self._calls:
-            self._post(self._see_store)
+        """The state of each tier of the store when a request last ended, or just after this was last asked."""
+        if not self._calls:  # looking may take a while, and who asks for a server's health is not kept waiting
+            self._calls.post(lambda engine: self._store_states.update(engine.store_states))
         return self._store_states
-
-    def _see_store(self, engine: Engine) -> None:
-        self._store_states = engine.store_states
 
     async def warm(self, keys: Sequence[bytes]) -> None:
         """Have stored blocks read that requests will want soon; raises EngineStopped where there is no engine."""
@@ -328,7 +321,7 @@ class AsyncEngine:
         if engine.journal is None:
             release.done()
         if any(output.finish_reason is not None for output in outputs):
-            self._see_store(engine)
+            self._store_states = engine.store_states
 
     def _run(self, function: Callable[[Engine], Any], future: asyncio.Future[Any] | None, engine: Engine) -> None:
         try:
