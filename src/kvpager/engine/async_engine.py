@@ -183,7 +183,9 @@ class AsyncEngine:
 
     @property
     def store_states(self) -> dict[str, str]:
-        """The state of each tier of the engine's store when a request last ended; none where there is no store."""
+        """The state of each tier of the store when a request last ended, or just after this was last asked."""
+        if not self._calls:  # looking may take a while, and who asks for a server's health is not kept waiting
+            self._calls.post(lambda engine: self._store_states.update(engine.store_states))
         return self._store_states
 
     async def warm(self, keys: Sequence[bytes]) -> None:
