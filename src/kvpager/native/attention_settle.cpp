@@ -120,20 +120,10 @@ class Settle {
     int64_t begin = 0;  // of the part
     for (int64_t p = 0; first < last; begin += a_.parts[p++].pages) {
       const int64_t end = begin + a_.parts[p].pages < last ? begin + a_.parts[p].pages : last;
-      if (first < end) fetch(a_.parts[p], first, end, begin);
       for (int64_t count; first < end; first += count) {
         count = end - first < 16 ? end - first : 16;
         masses_of_one(a_.parts[p], first, first - begin, count);
       }
-    }
-  }
-
-  // All that the masses of these pages need: pages have passed through the caches since it was written.
-  void fetch(const SettlePart& part, int64_t first, int64_t last, int64_t begin) const {
-    for (int64_t i = first; i < last; i += 8) __builtin_prefetch(a_.heads + i);
-    for (int64_t i = first; i < last; i += 16) {
-      for (int64_t g = 0; g < a_.group; ++g) __builtin_prefetch(part.page_lse + g * part.pages + i - begin);
-      for (int kind = 0; kind < 4; ++kind) __builtin_prefetch(a_.masses + kind * a_.pages + i, 1);
     }
   }
 

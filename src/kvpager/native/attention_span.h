@@ -55,7 +55,6 @@ class Span {
     const int per_chunk = kChunk / l_.page_size;
     for (int64_t page = first; page < last; page += per_chunk) {
       const int count = static_cast<int>(last - page < per_chunk ? last - page : per_chunk);
-      fetch_lists(page, per_chunk);
       scores(page, count);
       int r = 0;
       if constexpr (kManyRegisters)
@@ -125,18 +124,6 @@ class Span {
     if (!kExpand || page >= reach_) return;
     const uint8_t* at = frame(page);
     for (size_t i = l_.key_scales; i < l_.page_bytes; i += 64) prefetch(at + i);
-  }
-
-  // What says where pages lie and what they hold, for the chunk after the next; and, for one query, where this chunk's
-  // log-sum-exp go. All of it left the caches when the last layer's pages came.
-  void fetch_lists(int64_t page, int per_chunk) const {
-    for (int64_t i = page + 2 * per_chunk; i < page + 3 * per_chunk && i < reach_; i += 8) {
-      __builtin_prefetch(a_.frames + i);
-      __builtin_prefetch(a_.starts + i);
-      __builtin_prefetch(a_.counts + i);
-    }
-    if (!a_.page_lse || a_.tokens > 1) return;
-    for (int r = 0; r < rows_; ++r) __builtin_prefetch(a_.page_lse + (row0_ + r) * a_.pages + page, 1);
   }
 
   void scores(int64_t page, int count) {
