@@ -65,7 +65,7 @@ def takeover(pair: Pair, by: str, number: int, expected: list[Reader], tokens: i
 
 
 def whole(server: Served, tokens: int, name: str) -> list[Reader]:
-    """Undisturbed answers. A prompt that is found computed may round otherwise than one that is not, whoever serves."""
+    """Undisturbed answers; to be compared, their prompts must be found: computed anew they may round otherwise."""
     return [reader.join() for reader in readers([server.url], asked(tokens), name)]
 
 
@@ -73,15 +73,12 @@ def takeovers(args: argparse.Namespace) -> None:
     """As many as were asked for, SIGKILL and SIGSTOP in turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with Served(args.model, folder / "alone.log") as alone:
-            until(lambda: alone.ready, "it is not ready", 300)
-            expected = [whole(alone, args.tokens, f"alone-{number}") for number in range(2)][1]
         results = []
         with (
             RedisServer(folder / "redis") as redis,
             Pair(args.model, folder, redis.url, "--lease-seconds", str(LEASE_S)) as pair,
         ):
-            whole(pair.settled()[0], args.tokens, "first")
+            expected = [whole(pair.settled()[0], args.tokens, f"undisturbed-{number}") for number in range(2)][1]
             for number in range(args.count):
                 by = ("SIGKILL", "SIGSTOP")[number % 2]
                 results.append(takeover(pair, by, number, expected, args.tokens, args.after))
