@@ -6,6 +6,7 @@
 `takeovers`: eight streams run, greedy and drawn, chats and completions; the primary is killed (SIGKILL) and stopped
 (SIGSTOP, later SIGCONT) in turn. Reported: seconds from the signal to the first new token at the standby and until all
 streams have one, tokens that were computed again, lost and doubled, and whether the text is that of an undisturbed run.
+Prompts are not shared (--no-prefix-caching): one that is found may round otherwise than one that is computed.
 `cost`: tokens a second at batch 8, without a pair and as a primary with a standby's place empty, round after round.
 """
 
@@ -65,7 +66,7 @@ def takeover(pair: Pair, by: str, number: int, expected: list[Reader], tokens: i
 
 
 def whole(server: Served, tokens: int, name: str) -> list[Reader]:
-    """Undisturbed answers; to be compared, their prompts must be found: computed anew they may round otherwise."""
+    """Undisturbed answers."""
     return [reader.join() for reader in readers([server.url], asked(tokens), name)]
 
 
@@ -76,7 +77,7 @@ def takeovers(args: argparse.Namespace) -> None:
         results = []
         with (
             RedisServer(folder / "redis") as redis,
-            Pair(args.model, folder, redis.url, "--lease-seconds", str(LEASE_S)) as pair,
+            Pair(args.model, folder, redis.url, "--lease-seconds", str(LEASE_S), "--no-prefix-caching") as pair,
         ):
             expected = [whole(pair.settled()[0], args.tokens, f"undisturbed-{number}") for number in range(2)][1]
             for number in range(args.count):
