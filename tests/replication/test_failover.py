@@ -114,6 +114,20 @@ def test_asked_to_hand_over(pair: Pair, redis_server: RedisServer, undisturbed: 
     assert said["primary"] in status.stdout
 
 
+def test_primary_that_is_ended_hands_over(
+    model: str, redis_server: RedisServer, tmp_path: Path, undisturbed: list[Reader]
+) -> None:
+    with Pair(model, tmp_path, redis_server.url, "--grace", "0") as pair:
+        primary, standby = pair.settled()
+        reading = readers([primary.url, standby.url], asked(TOKENS), "ended")
+        under_way(reading)
+        primary.send(signal.SIGTERM)
+        require_same(reading, undisturbed)
+        assert standby.role == "primary"
+        assert primary.process is not None
+        assert primary.process.wait(60) == 0
+
+
 def test_standby_dies_and_redis_dies(pair: Pair, redis_server: RedisServer, undisturbed: list[Reader]) -> None:
     primary, standby = pair.settled()
     reading = readers([primary.url], asked(TOKENS), "alone")
