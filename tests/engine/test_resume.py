@@ -124,11 +124,15 @@ def test_a_request_goes_on_in_another_engine_as_if_undisturbed(kind: str, data: 
     elif lost == "sequences":
         resumable = replace(resumable, saved=[None] * len(resumable.saved))
     rest = told(cut.goes_on(resumable, store), "one", given_params.n)
-    if dtype == "int8" and lost == "blocks":
-        # What is left of a prompt is read from codes where its other blocks were computed from what was not coded yet.
+    undisturbed = cut.undisturbed()
+    if lost != "blocks":
+        assert rest == undisturbed
+    elif (
+        dtype is None
+    ):  # matrix products of other sizes round otherwise: the text is the same, log-probabilities nearly
+        assert [one[:4] for one in rest] == [one[:4] for one in undisturbed]
+    else:  # which few bits of a page can turn into other tokens
         assert all(reason is not None for _, _, reason, _, _ in rest)
-    else:
-        assert rest == cut.undisturbed()
 
 
 @pytest.mark.parametrize("steps", range(1, 12))
