@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvpager.errors import StoreDamaged, StoreError, StoreForeign, StoreLocked, StoreNewer, StoreUnavailable
+from kvpager.stores import raw
 from kvpager.stores.claims import MENDING, Claims
 from kvpager.stores.faults import explain
 from kvpager.stores.places import Places
@@ -59,6 +60,7 @@ class Database:
         self._generation = 0  # goes up when the connections that there are must not be used any more
         self._inode: tuple[int, int] | None = None
         self._log_inode: tuple[int, int] | None = None
+        self._file: raw.File | None = None
 
     # -- use
 
@@ -170,6 +172,7 @@ class Database:
         if places.size > 0:
             self._look()
         self.readonly = not places.make_file()
+        self._file = raw.begin(places.path)
         self._writer = connection = self._connect(READER_CACHE if self.readonly else WRITER_CACHE)
         if not self.readonly:
             self._prepare(connection)
@@ -280,6 +283,9 @@ class Database:
         self._writer = self._inode = None
         for connection in idle:
             connection.close()
+        file, self._file = self._file, None
+        if file is not None:
+            raw.end(file)
 
     # -- connections
 

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
+from kvpager.stores import raw
+
 __all__ = ["Places"]
 
 _PARTS = ("", "-wal", "-shm")
@@ -55,8 +57,7 @@ class Places:
 
     def begins_with(self, nbytes: int) -> bytes:
         """The first bytes of the database, at most so many; raises OSError."""
-        with self.path.open("rb", buffering=0) as file:
-            return file.read(nbytes) or b""
+        return raw.first_bytes(self.path, nbytes)
 
     @property
     def cut_off(self) -> bool:
@@ -64,8 +65,7 @@ class Places:
         it may make it seem so: worth asking where something was malformed.
         """
         try:
-            with self.path.open("rb") as file:
-                header = file.read(32)
+            header = self.begins_with(32)
         except OSError:
             return False
         size = int.from_bytes(header[16:18], "big")
