@@ -94,7 +94,8 @@ def wait(condition: Any) -> None:
 
 
 def query(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
-    answer = client.get("/api/v1/query", params={"query": expression}).json()
+    given = client.get("/api/v1/query", params={"query": expression})
+    answer = given.raise_for_status().json()  # 503 while it starts
     assert answer["status"] == "success", f"{expression}: {answer}"
     result: list[dict[str, Any]] = answer["data"]["result"]
     return result
