@@ -152,7 +152,7 @@ def restore(state: State, keeper: Keeper, saved: SavedSequence, prompt: list[int
         length = min(length, _boundary(state, start))  # what another budget left out is not to be gone on from
     run = _run(saved, root, length // size, size)
     length = _cut(state, length, keeper.present(run))
-    if length % size and not _whole(state, saved, length % size):
+    if length % size and "slots" not in saved.arrays:
         length = _boundary(state, length)
     state.require_tokens(length)
     rows = keeper.adopt(run[: length // size], root)
@@ -192,13 +192,6 @@ def _cut(state: State, length: int, blocks: int) -> int:
     if blocks >= length // size:
         return length
     return _boundary(state, blocks * size)
-
-
-def _whole(state: State, saved: SavedSequence, tokens: int) -> bool:
-    """Whether all of the open block is there, `tokens` of it."""
-    slots = saved.arrays.get("slots")
-    pages = state.shape.layers * state.shape.kv_heads
-    return slots is not None and slots.shape == (tokens, pages * state.residency.storage.token_bytes)
 
 
 def _run(saved: SavedSequence, root: bytes, count: int, size: int) -> list[Wanted]:

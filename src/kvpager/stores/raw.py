@@ -59,5 +59,3 @@ def first_bytes(path: Path, nbytes: int) -> bytes:
                 _kept[file] = descriptor
             else:
                 os.close(descriptor)
-            if not _users[file]:
-                del _users[file]
